@@ -1,0 +1,72 @@
+"""Every difference between the torch versions this project runs on (2.6.0 and newer) lives here.
+
+| what                                             | 2.6.0            | newer                      |
+| ------------------------------------------------ | ---------------- | -------------------------- |
+| `all_to_all_single` constrains its input strides | no: we add it    | yes                        |
+| scheduler-pass base class                        | CustomGraphPass  | CustomSchedulerPass (2.13) |
+| `WeakDep` that does not extend lifetimes         | no               | `is_fake=True`             |
+| value behind a comptime variable                 | not public in any version          ||
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch._inductor import custom_graph_pass
+from torch._inductor.dependencies import WeakDep
+
+CustomGraphPass = custom_graph_pass.CustomGraphPass
+CustomSchedulerPass = getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraphPass)
+
+_WEAK_DEP_HAS_FAKE = "is_fake" in inspect.signature(WeakDep).parameters
+
+
+def order_dep(name: str, mutating_buf: str) -> WeakDep:
+    """A dependency that only orders two scheduler nodes; where the version can say so, it keeps no buffer alive."""
+    if _WEAK_DEP_HAS_FAKE:
+        return WeakDep(name, mutating_buf=mutating_buf, is_fake=True)
+    return WeakDep(name, mutating_buf=mutating_buf)
+
+
+def constrain_all_to_all_strides() -> None:
+    """Give `_c10d_functional.all_to_all_single` the stride constraint that newer versions have.
+
+    Without it Inductor may hand the collective a buffer in another memory order than the graph's, which fails with
+    "Tensors must be contiguous" (pytorch issue 137259). Where the constraint exists already, nothing changes.
+    """
+    from torch._inductor import lowering
+
+    op = torch.ops._c10d_functional.all_to_all_single
+    known = lowering.__dict__.get("_maybe_layout_constraints", {})
+    if known.get(op.default) is None:
+        lowering.add_layout_constraint(op, lowering.constrain_to_fx_strides)
+
+
+def exact_decompositions() -> dict[Any, Any]:
+    """Inductor's decompositions without those that replace a GEMM by other arithmetic (a bmm of one row, on CPU)."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    gemms = (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default)
+    return {op: rule for op, rule in select_decomp_table().items() if op not in gemms}
+
+
+def comptime_value(context: Any, name: str) -> Any:
+    """The Python object behind local variable `name` of the frame that Dynamo is tracing."""
+    variable = context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
+    return variable.realize().value
+
+
+def register_group_alias(alias: str, group: torch.distributed.ProcessGroup) -> None:
+    """Make `alias` resolve to `group` in functional collectives; an alias of a destroyed group is replaced."""
+    c10d = torch._C._distributed_c10d
+    try:
+        known = c10d._resolve_process_group(alias)
+    except Exception:  # the registry raises RuntimeError or ValueError, by version
+        known = None
+    if known is group:
+        return
+    if known is not None:
+        c10d._unregister_process_group(alias)
+    c10d._register_process_group(alias, group)

@@ -1,0 +1,54 @@
+"""The passes, in order, and how they reach Inductor: process-wide, and in our own backend.
+
+An outer `torch.compile` inlines the layer and ignores an inner backend, so the hooks are installed in Inductor's
+configuration for the whole process. They act only on graphs that hold an exchange of ours, and a hook that somebody
+else installed before keeps running, first.
+
+| hook                         | passes          |
+| ---------------------------- | --------------- |
+| `post_grad_custom_post_pass` | CheckExchanges  |
+| `_pre_fusion_custom_pass`    | PinOrder        |
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch._inductor.config as inductor_config
+
+from compile_overlap import compat
+
+from .base import Chain, GraphChain, PassReport, SchedulerChain
+from .check_exchanges import CheckExchanges
+from .pin_order import PinOrder
+
+_LOG: deque[PassReport] = deque(maxlen=4096)
+_HOOKS = {
+    "post_grad_custom_post_pass": (GraphChain, (CheckExchanges(),)),
+    "_pre_fusion_custom_pass": (SchedulerChain, (PinOrder(),)),
+}
+
+
+def pass_log() -> tuple[PassReport, ...]:
+    """What the passes did in this process, oldest first (the newest 4096 runs that matched something)."""
+    return tuple(_LOG)
+
+
+def _chained(hook: str) -> Any:
+    kind, passes = _HOOKS[hook]
+    present = getattr(inductor_config, hook)
+    return present if isinstance(present, Chain) else kind(present, passes, _LOG.append)
+
+
+def config_patches() -> dict[str, Any]:
+    """Inductor configuration under which the passes run after whatever hooks are installed."""
+    return {hook: _chained(hook) for hook in _HOOKS}
+
+
+def install() -> None:
+    """Make sure that the hooks are in Inductor's process-wide configuration; a second call changes nothing."""
+    compat.constrain_all_to_all_strides()
+    for hook, chain in config_patches().items():
+        if getattr(inductor_config, hook) is not chain:
+            setattr(inductor_config, hook, chain)
