@@ -1,0 +1,8 @@
+"""The `--overlap kernel` plugin: chunked functional collectives, compiled, scheduled by our Inductor passes.
+
+Importable in the original archive as it is, once `compile_overlap` is installed.
+"""
+
+from compile_overlap import forward_ffn
+
+__all__ = ["forward_ffn"]

@@ -1,0 +1,57 @@
+"""Finds the plugin behind ``--overlap kernel``.
+
+``A2A_FFN_KERNEL_PLUGIN`` names an importable module or a ``.py`` file; unset, it is ``kernel_overlap_plugin``.
+``overlap-src/`` is on the search path.
+"""
+
+import importlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+PLUGIN_VARIABLE = "A2A_FFN_KERNEL_PLUGIN"
+DEFAULT_PLUGIN = "kernel_overlap_plugin"
+PLUGIN_FOLDER = Path(__file__).resolve().parent.parent / "overlap-src"
+
+
+def plugin_name():
+    """The plugin that ``load_plugin`` would take."""
+    return os.environ.get(PLUGIN_VARIABLE) or DEFAULT_PLUGIN
+
+
+def load_plugin():
+    """Import the plugin and return its ``forward_ffn(ffn, inputs, *, comp_only=False)``.
+
+    Raises:
+        ImportError: the module cannot be imported; the message names the variable, its value and the cause.
+        ValueError: the module has no callable ``forward_ffn``.
+    """
+    name = plugin_name()
+    if str(PLUGIN_FOLDER) not in sys.path:
+        sys.path.insert(0, str(PLUGIN_FOLDER))
+    try:
+        module = _load_file(Path(name)) if name.endswith(".py") else importlib.import_module(name)
+    except Exception as cause:
+        raise ImportError(f"{PLUGIN_VARIABLE}={name!r} cannot be imported ({type(cause).__name__}: {cause}); allowed "
+                          f"are an importable module or the path of a .py file") from cause
+    forward = getattr(module, "forward_ffn", None)
+    if not callable(forward):
+        raise ValueError(f"{PLUGIN_VARIABLE}={name!r}: the module must define forward_ffn(ffn, inputs, *, comp_only)")
+    return forward
+
+
+def _load_file(path):
+    """Import ``path`` once; later calls return the same module."""
+    name = f"a2a_ffn_plugin_{path.stem}_{abs(hash(str(path.resolve())))}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
