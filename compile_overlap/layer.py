@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from . import collectives
-from .recipes import local_ffn
+from .recipes import local_ffns
 
 
 def overlapped_ffn(
@@ -37,28 +37,38 @@ def overlapped_ffn(
     recipe: str,
     bias: str,
     eps: tuple[float, float],
+    whole_norm_gradients: bool,
     comm_scale: int = 1,
 ) -> torch.Tensor:
     """The expert-parallel FFN of this rank's batch: [B,T,D] -> [B,T,D].
 
     `sizes` are the chunks' token counts (their sum is L). `group` is the name the functional collectives resolve; None
-    replaces each exchange by the local layout change (comp-only, and P = 1). `recipe` and `bias`: see `recipes`.
+    replaces each exchange by the local layout change (comp-only, and P = 1). `recipe`, `bias` and `whole_norm_gradients`: see `recipes`.
     `comm_scale` pads the payload of each exchange to that many times its size.
     """
     B, T, D = x_btd.shape
     L = T // P
-    # fp32 copies of the norm weights collect the chunks' gradients in fp32 and round once.
-    norms = tuple(t.float() for t in (norm_x_weight, norm_x_bias, norm_gate_weight, norm_gate_bias))
-
     sends_bpld = x_btd.reshape(B, P, L, D).split(sizes, dim=2)
     sends = [_pad(s.transpose(0, 1).reshape(P * B, -1, D), comm_scale) for s in sends_bpld]
     dispatched = [_start(s, group, P) for s in sends]
 
+    chunks = local_ffns(
+        w1,
+        b1,
+        wout,
+        bout,
+        (norm_x_weight, norm_x_bias, norm_gate_weight, norm_gate_bias),
+        sizes=sizes,
+        rows=P * B,
+        recipe=recipe,
+        bias=bias,
+        eps=eps,
+        whole_norm_gradients=whole_norm_gradients,
+    )
     combining = []
-    weights = zip(w1.split(sizes), b1.split(sizes), wout.split(sizes), bout.split(sizes))
-    for in_flight, (w1_c, b1_c, wout_c, bout_c) in zip(dispatched, weights):
+    for in_flight, local_ffn in zip(dispatched, chunks):
         x_nld = _wait(in_flight, group, P)[..., :D]
-        y_lnd = local_ffn(x_nld.transpose(0, 1), w1_c, b1_c, wout_c, bout_c, norms, recipe=recipe, bias=bias, eps=eps)
+        y_lnd = local_ffn(x_nld.transpose(0, 1))
         combining.append(_start(_pad(y_lnd.transpose(0, 1), comm_scale), group, P))
 
     outs = [_wait(in_flight, group, P)[..., :D].reshape(P, B, -1, D).transpose(0, 1) for in_flight in combining]

@@ -1,4 +1,4 @@
-"""The chunk's local computation, in the two numeric recipes and the two bias forms.
+"""The chunks' local computation, in the two numeric recipes and the two bias forms.
 
 Under eager execution every bias, norm, gate and product rounds to the tensors' dtype; a graph that Inductor fuses keeps
 them in fp32 registers. The two differ in the last bits, so the layer can be written for either reference:
@@ -6,7 +6,7 @@ them in fp32 registers. The two differ in the last bits, so the layer can be wri
 - `eager_exact`: each rounding exactly as eager does it, through opaque operators (`exact`).
 - `inductor`: plain operators, which Inductor fuses as it fuses the reference's.
 
-Each with the first and second bias added after the product (`add`) or inside it (`baddbmm`), since the two differ too.
+Each with the two biases added after the product (`add`) or inside it (`baddbmm`), since these differ too.
 """
 
 from __future__ import annotations
@@ -22,34 +22,70 @@ ADD, BADDBMM = "add", "baddbmm"
 BIAS_FORMS = (ADD, BADDBMM)
 
 
-def local_ffn(
-    x_lnd: torch.Tensor,
+def local_ffns(
     w1: torch.Tensor,
     b1: torch.Tensor,
     wout: torch.Tensor,
     bout: torch.Tensor,
     norms: tuple[torch.Tensor, ...],
     *,
+    sizes: tuple[int, ...],
+    rows: int,
     recipe: str,
     bias: str,
     eps: tuple[float, float],
-) -> torch.Tensor:
-    """[l,n,D] -> [l,n,D] for one chunk of l tokens; `norms` are gamma_x, beta_x, gamma_gate, beta_gate [H] in fp32."""
-    rows = x_lnd.shape[1]
-    if recipe == EAGER_EXACT:
+    whole_norm_gradients: bool,
+):
+    """One function [l,n,D] -> [l,n,D] for each chunk of l = `sizes[c]` tokens; n = `rows` is P*B.
+
+    `norms` are gamma_x, beta_x, gamma_gate, beta_gate [H] in the weights' dtype. `whole_norm_gradients` takes their
+    gradients by one reduction over all chunks (`exact.Whole`) instead of summing the chunks' in fp32; the `inductor`
+    recipe has no use for it, its reductions are in fp32.
+    """
+    # fp32 copies collect the chunks' gradients in fp32 and round once; bf16 and fp16 are exact in fp32.
+    norms = tuple(t.float() for t in norms)
+    weights = zip(w1.split(sizes), wout.split(sizes))
+    if recipe == INDUCTOR:
+        biases = zip(b1.unsqueeze(1).split(sizes), bout.unsqueeze(1).split(sizes))
+        return [_fused(*w, *b, norms, bias, eps) for w, b in zip(weights, biases)]
+    expanded_bout = [t.transpose(0, 1) for t in exact.expand_rows(bout, rows).split(sizes, dim=1)]
+    added = bias == ADD
+    biases = zip(b1.split(sizes) if added else _expanded(b1, rows, sizes), expanded_bout)
+    carriers = ()
+    if whole_norm_gradients:
+        carriers = exact.Whole.apply(b1 if added else None, *norms, w1, sizes, rows, *eps)
+    per_chunk = exact.CARRIERS if whole_norm_gradients else 0
+    return [
+        _exact(*w, *b, norms, bias, eps, carriers[c * per_chunk : (c + 1) * per_chunk])
+        for c, (w, b) in enumerate(zip(weights, biases))
+    ]
+
+
+def _expanded(b1, rows, sizes):
+    return [exact.expand_rows(part, rows).transpose(0, 1) for part in b1.split(sizes)]
+
+
+def _exact(w1, wout, b1, bout, norms, bias, eps, carriers):
+    def run(x_lnd):
         if bias == ADD:
-            h_lnh = exact.gated_norm(torch.bmm(x_lnd, w1), b1, norms, eps)
-            return torch.bmm(h_lnh, wout) + exact.expand_rows(bout, rows)
-        z_lnf = torch.baddbmm(exact.expand_rows(b1, rows), x_lnd, w1)
-        return torch.baddbmm(exact.expand_rows(bout, rows), exact.gated_norm(z_lnf, None, norms, eps), wout)
-    if bias == ADD:
-        return torch.bmm(gated_norm(torch.bmm(x_lnd, w1) + b1.unsqueeze(1), norms, eps), wout) + bout.unsqueeze(1)
-    z_lnf = torch.baddbmm(b1.unsqueeze(1), x_lnd, w1)
-    return torch.baddbmm(bout.unsqueeze(1), gated_norm(z_lnf, norms, eps), wout)
+            h_lnh = exact.gated_norm(torch.bmm(x_lnd, w1), b1, norms, eps, carriers)
+            return torch.bmm(h_lnh, wout) + bout
+        h_lnh = exact.gated_norm(torch.baddbmm(b1, x_lnd, w1), None, norms, eps, carriers)
+        return torch.baddbmm(bout, h_lnh, wout)
+
+    return run
 
 
-def gated_norm(z_lnf: torch.Tensor, norms: tuple[torch.Tensor, ...], eps: tuple[float, float]) -> torch.Tensor:
-    """LN_x(U) * silu(LN_gate(G)) of z = (U,G) [l,n,2H] in plain operators: [l,n,H]."""
+def _fused(w1, wout, b1, bout, norms, bias, eps):
+    def run(x_lnd):
+        if bias == ADD:
+            return torch.bmm(_gated_norm(torch.bmm(x_lnd, w1) + b1, norms, eps), wout) + bout
+        return torch.baddbmm(bout, _gated_norm(torch.baddbmm(b1, x_lnd, w1), norms, eps), wout)
+
+    return run
+
+
+def _gated_norm(z_lnf, norms, eps):
     gamma_x, beta_x, gamma_gate, beta_gate = (t.to(z_lnf.dtype) for t in norms)
     u, g = z_lnf.chunk(2, dim=-1)
     hidden = (u.shape[-1],)

@@ -3,6 +3,10 @@
 They are opaque to Inductor, which would otherwise fuse the roundings away. The forward of `gated_norm` is ATen's own
 sequence, or on CUDA the Triton kernel that reproduces it bit for bit in one pass; only the row statistics are saved, so
 backward recomputes the rest. Backward is ATen's own sequence: input, weight and bias gradients equal eager autograd's.
+
+The norm weights are shared by all chunks. Their gradients are summed over the chunks in fp32, or (`Whole`) taken by one
+ATen reduction over all chunks, which is eager's own sum bit for bit. On CPU it has to be that one: ATen accumulates
+there in the tensors' dtype, and in bf16 another order moves the result by several percent.
 """
 
 from __future__ import annotations
@@ -70,43 +74,98 @@ def gated_norm_backward_op(
     rstd_gate: torch.Tensor,
     eps_x: float,
     eps_gate: float,
+    for_input: bool,
+    for_weights: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of z [l,n,2H], bias [l,2H] and the four norm weights [H] (fp32), by eager autograd's own ATen calls."""
+    """Gradients of z [l,n,2H], bias [l,2H] and the four norm weights [H] (fp32), by eager autograd's own ATen calls.
+
+    What `for_input` (z and bias) and `for_weights` (norm weights) do not ask for comes back empty.
+    """
     u, g = _biased_halves(z, bias)
-    hidden, all_three = [u.shape[-1]], [True, True, True]
+    hidden, mask = [u.shape[-1]], [for_input, for_weights, for_weights]
     weights_x = gamma_x.to(z.dtype), beta_x.to(z.dtype)
     weights_gate = gamma_gate.to(z.dtype), beta_gate.to(z.dtype)
     normed = aten.native_layer_norm(u, hidden, *weights_x, eps_x)[0]
     gate = aten.native_layer_norm(g, hidden, *weights_gate, eps_gate)[0]
     grad_normed = grad * aten.silu(gate)
     grad_gate = aten.silu_backward(grad * normed, gate)
-    grad_u, *grads_x = aten.native_layer_norm_backward(grad_normed, u, hidden, mean_x, rstd_x, *weights_x, all_three)
+    grad_u, *grads_x = aten.native_layer_norm_backward(grad_normed, u, hidden, mean_x, rstd_x, *weights_x, mask)
     grad_g, *grads_gate = aten.native_layer_norm_backward(
-        grad_gate, g, hidden, mean_gate, rstd_gate, *weights_gate, all_three
+        grad_gate, g, hidden, mean_gate, rstd_gate, *weights_gate, mask
     )
+    empty = [gamma_x.new_empty(0) for _ in range(4)]
+    grads = [t.float() for t in (*grads_x, *grads_gate)] if for_weights else empty
+    if not for_input:
+        return (z.new_empty(0), z.new_empty(0), *grads)
     grad_z = torch.cat((grad_u, grad_g), dim=-1)
-    grad_bias = grad_z.sum(1) if bias is not None else z.new_empty(0)
-    return (grad_z, grad_bias, *(t.float() for t in (*grads_x, *grads_gate)))
+    return (grad_z, grad_z.sum(1) if bias is not None else z.new_empty(0), *grads)
 
 
 @gated_norm_backward_op.register_fake
-def _(grad, z, bias, gamma_x, beta_x, gamma_gate, beta_gate, mean_x, rstd_x, mean_gate, rstd_gate, eps_x, eps_gate):
-    grad_bias = z.new_empty(0) if bias is None else torch.empty_like(bias)
-    weights = [torch.empty_like(t) for t in (gamma_x, beta_x, gamma_gate, beta_gate)]
-    return (z.new_empty(z.shape), grad_bias, *weights)
+def _(
+    grad, z, bias, gamma_x, beta_x, gamma_gate, beta_gate, mean_x, rstd_x, mean_gate, rstd_gate, eps_x, eps_gate,
+    for_input, for_weights,
+):
+    weights = [t.new_empty(t.shape if for_weights else 0) for t in (gamma_x, beta_x, gamma_gate, beta_gate)]
+    grad_bias = z.new_empty(0 if bias is None or not for_input else bias.shape)
+    return (z.new_empty(z.shape if for_input else 0), grad_bias, *weights)
 
 
-def _save_for_backward(ctx, inputs, output):
-    *tensors, ctx.eps_x, ctx.eps_gate = inputs
-    ctx.save_for_backward(*tensors, *output[1:])
+class _GatedNorm(Function):
+    """The operator with its gradient; `carriers` (see `Whole`) take the place of the norm weights' gradients."""
+
+    @staticmethod
+    def forward(ctx, z, bias, gamma_x, beta_x, gamma_gate, beta_gate, eps_x, eps_gate, *carriers):
+        out, *stats = gated_norm_op(z, bias, gamma_x, beta_x, gamma_gate, beta_gate, eps_x, eps_gate)
+        ctx.save_for_backward(z, bias, gamma_x, beta_x, gamma_gate, beta_gate, *stats)
+        ctx.eps = eps_x, eps_gate
+        ctx.whole = len(carriers) > 0
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        z, bias, gamma_x, beta_x, gamma_gate, beta_gate, *stats = ctx.saved_tensors
+        grad_z, grad_bias, *grads = gated_norm_backward_op(
+            grad, z, bias, gamma_x, beta_x, gamma_gate, beta_gate, *stats, *ctx.eps, True, not ctx.whole
+        )
+        grad_bias = grad_bias if bias is not None else None
+        if ctx.whole:
+            return grad_z, grad_bias, None, None, None, None, None, None, grad, z, *stats
+        return grad_z, grad_bias, *grads, None, None
 
 
-def _backward(ctx, grad, *_grads_of_statistics):
-    grad_z, grad_bias, *grads = gated_norm_backward_op(grad, *ctx.saved_tensors, ctx.eps_x, ctx.eps_gate)
-    return (grad_z, grad_bias if ctx.saved_tensors[1] is not None else None, *grads, None, None)
+CARRIERS = 6
 
 
-gated_norm_op.register_autograd(_backward, setup_context=_save_for_backward)
+class Whole(Function):
+    """Takes the norm weights' gradients once, over all chunks.
+
+    The forward returns six carriers a chunk, of no content and no memory (expanded zeros), that `gated_norm` takes. In
+    backward each chunk hands its output gradient, its z and its statistics back as the carriers' gradients, and the
+    sum over rows is taken here, by the reduction over all of them that eager would run.
+    """
+
+    @staticmethod
+    def forward(ctx, bias, gamma_x, beta_x, gamma_gate, beta_gate, like_z, sizes, rows, eps_x, eps_gate):
+        ctx.save_for_backward(bias, gamma_x, beta_x, gamma_gate, beta_gate)
+        ctx.eps = eps_x, eps_gate
+        H = gamma_x.shape[0]
+        carriers = []
+        for length in sizes:
+            carriers.append(like_z.new_zeros(()).expand(length, rows, H))
+            carriers.append(like_z.new_zeros(()).expand(length, rows, 2 * H))
+            for _ in range(4):
+                carriers.append(like_z.new_zeros((), dtype=_stat_dtype(like_z)).expand(length, rows, 1))
+        return tuple(carriers)
+
+    @staticmethod
+    def backward(ctx, *handed_back):
+        bias, gamma_x, beta_x, gamma_gate, beta_gate = ctx.saved_tensors
+        grad, z, *stats = (torch.cat(handed_back[i :: CARRIERS]) for i in range(CARRIERS))
+        _, _, *grads = gated_norm_backward_op(
+            grad, z, bias, gamma_x, beta_x, gamma_gate, beta_gate, *stats, *ctx.eps, False, True
+        )
+        return None, *grads, None, None, None, None, None
 
 
 @torch.library.custom_op("compile_overlap::row_sum", mutates_args=())
@@ -123,20 +182,28 @@ def _(grad):
 class _ExpandRows(Function):
     @staticmethod
     def forward(ctx, bias, rows):
-        return bias.unsqueeze(1).expand(-1, rows, -1)
+        return bias.unsqueeze(0).expand(rows, -1, -1)
 
     @staticmethod
     def backward(ctx, grad):
-        return row_sum_op(grad), None
+        return row_sum_op(grad.transpose(0, 1)), None
 
 
 def expand_rows(bias_ld: torch.Tensor, rows: int) -> torch.Tensor:
-    """`bias_ld` [l,D] as a view [l,rows,D] whose gradient is summed by ATen, not by a fused reduction."""
+    """`bias_ld` [L,D] as a view [rows,L,D], whose gradient is one ATen sum over the rows.
+
+    Expanded before it is split into chunks, so that the sum runs over all of L in the memory order that the exchange
+    leaves, [rows,L,D]: ATen's order of summation depends on both.
+    """
     return _ExpandRows.apply(bias_ld, rows)
 
 
 def gated_norm(
-    z_lnf: torch.Tensor, bias: torch.Tensor | None, norms: tuple[torch.Tensor, ...], eps: tuple[float, float]
+    z_lnf: torch.Tensor,
+    bias: torch.Tensor | None,
+    norms: tuple[torch.Tensor, ...],
+    eps: tuple[float, float],
+    carriers: tuple[torch.Tensor, ...] = (),
 ) -> torch.Tensor:
     """LN_x(U) * silu(LN_gate(G)) of (U,G) = z + bias, rounded as eager rounds: [l,n,2H] -> [l,n,H]."""
-    return gated_norm_op(z_lnf, bias, *norms, *eps)[0]
+    return _GatedNorm.apply(z_lnf, bias, *norms, *eps, *carriers)

@@ -1,0 +1,180 @@
+"""`forward_ffn`: the plugin's entry. Eager callers get the compiled layer; an outer `torch.compile` inlines the layer."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._dynamo.comptime import comptime
+
+import passes
+
+from . import compat, compiler, notice, plan, probe
+from .config import Settings
+from .group import all_ranks, overlap_alias, same_on_all_ranks
+from .layer import overlapped_ffn
+from .layout import Layout, check_call, parameters_of
+from .recipes import EAGER_EXACT, INDUCTOR
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What answers a configuration: a recipe and bias form, or the reference for `reason`."""
+
+    recipe: str | None
+    bias: str | None
+    reason: str
+
+
+def forward_ffn(ffn: Any, inputs: torch.Tensor, *, comp_only: bool = False) -> torch.Tensor:
+    """The overlapped expert-parallel FFN: inputs [B,T,D] -> [B,T,D], differentiable to the input and all parameters.
+
+    `ffn` has `w1 [L,D,2H], b1 [L,2H], wout [L,H,D], bout [L,D], norm_x, norm_gate, ep_group, ep_index, ep_group_size,
+    fwd_mode, bwd_mode, gemm_backend`, and `forward(inputs, overlap="none", comp_only=...)`, the reference that decides
+    the recipe and answers where the layer cannot. With `comp_only` the exchanges are replaced by the local layout
+    change. All ranks of the group must call it alike. Raises ValueError for bad input, before any exchange.
+    """
+    layout = check_call(ffn, inputs)
+    reason = plan.unsupported(ffn, inputs)
+    if torch.compiler.is_compiling():
+        return _inlined(ffn, inputs, layout.P, reason, comp_only)
+    settings = Settings.from_environment()
+    if reason is None:
+        decision = decide(ffn, inputs, layout, settings)
+        reason = decision.reason if decision.recipe is None else None
+    if reason is None:
+        candidate = decision.recipe, decision.bias
+        layer, tensors, reason = _layer(ffn, inputs, layout, settings, candidate, comp_only)
+    if reason is not None:
+        notice.delegate(reason, strict=settings.strict, rank=ffn.ep_index)
+        return ffn.forward(inputs, overlap="none", comp_only=comp_only)
+    return layer(*tensors)
+
+
+_DECISIONS: weakref.WeakKeyDictionary[Any, dict[Any, Decision]] = weakref.WeakKeyDictionary()
+
+
+def decide(ffn: Any, inputs: torch.Tensor, layout: Layout, settings: Settings) -> Decision:
+    """The decision for this layer and configuration; taken at its first call, the same for every batch size."""
+    known = _DECISIONS.setdefault(ffn, {})
+    key = (layout.P, layout.T, layout.D, layout.H, inputs.dtype, inputs.device, torch.is_grad_enabled(), settings)
+    if key not in known:
+        _refuse_capture(inputs, "the recipe is decided")
+
+        def run(part, candidate):
+            part_layout = Layout(layout.P, part.shape[0], layout.T, layout.D, layout.H)
+            if candidate[0] == EAGER_EXACT:
+                return overlapped_ffn(
+                    part, *parameters_of(ffn), **_static(ffn, part_layout, settings, candidate, comp_only=False)
+                )
+            layer, tensors, failure = _layer(ffn, part, part_layout, settings, candidate, comp_only=False)
+            return None if failure else layer(*tensors)
+
+        found = probe.matching_candidate(ffn, inputs, layout, settings, run)
+        if found is None:
+            known[key] = Decision(None, None, "no recipe equals the reference bit for bit")
+        else:
+            known[key] = Decision(*found, "equals the reference" if len(probe.candidates(settings)) > 1 else "as set")
+    return known[key]
+
+
+def _static(
+    ffn: Any, layout: Layout, settings: Settings, candidate: probe.Candidate, comp_only: bool
+) -> dict[str, Any]:
+    sizes = plan.chunk_sizes(layout.L, settings)
+    exchanged = layout.P > 1 and not comp_only
+    return {
+        "sizes": sizes,
+        "P": layout.P,
+        "group": overlap_alias(ffn.ep_group, sizes) if exchanged else None,
+        "recipe": candidate[0],
+        "bias": candidate[1],
+        "eps": (_eps(ffn.norm_x), _eps(ffn.norm_gate)),
+        "whole_norm_gradients": plan.whole_norm_gradients(ffn.w1.device.type, settings),
+        "comm_scale": getattr(ffn, "comm_scale", 1),
+    }
+
+
+def _eps(norm: Any) -> float:
+    return getattr(norm, "eps", 1e-5)
+
+
+def _layer(
+    ffn: Any, inputs: torch.Tensor, layout: Layout, settings: Settings, candidate: probe.Candidate, comp_only: bool
+) -> tuple[compiler.CompiledLayer | None, tuple[torch.Tensor, ...], str | None]:
+    """(compiled layer, its tensors, None), or a reason why the group cannot compile it."""
+    static = _static(ffn, layout, settings, candidate, comp_only)
+    tensors = (inputs, *parameters_of(ffn))
+    shared = (layout, tuple(static.items()), inputs.dtype, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+    per_tensor = tuple((t.requires_grad, t.stride()) for t in tensors)
+    key = (shared, per_tensor, inputs.device)
+    layer = compiler.cached_layer(key)
+    if layer is None:
+        _refuse_capture(inputs, "the layer is compiled")
+        if not same_on_all_ranks(ffn.ep_group, layout.P, inputs.device, (shared, per_tensor)):
+            raise ValueError(f"inputs.shape = {tuple(inputs.shape)}: ranks of the group call with other configurations")
+        layer = compiler.new_layer(key, static)
+        error = layer.prepare(*tensors)
+        if not all_ranks(ffn.ep_group, layout.P, inputs.device, error is None):
+            compiler.forget_layer(key)
+            return None, tensors, f"compilation failed: {error or 'on another rank'}"
+    return layer, tensors, None
+
+
+def _refuse_capture(inputs: torch.Tensor, what: str) -> None:
+    if inputs.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"{what} at the first call of a configuration: call it once before the CUDA graph capture")
+
+
+# Inside an outer torch.compile. Dynamo traces these lines; what must not be traced runs at trace time.
+
+_FORMS: dict[type, str] = {}
+
+
+def _inlined(ffn: Any, inputs: torch.Tensor, P: int, reason: str | None, comp_only: bool) -> torch.Tensor:
+    comptime(_observe_reference)
+    tokens, group = ffn.w1.shape[0], None
+    if P > 1 and not comp_only:
+        group = "" if ffn.ep_group is None else ffn.ep_group.group_name
+    delegated, sizes, alias, bias = _at_trace_time(type(ffn), tokens, group, reason, ffn.ep_index)
+    if delegated:
+        return ffn.forward(inputs, overlap="none", comp_only=comp_only)
+    return overlapped_ffn(
+        inputs,
+        *parameters_of(ffn),
+        sizes=sizes,
+        P=P,
+        group=alias,
+        recipe=INDUCTOR,
+        bias=bias,
+        eps=(_eps(ffn.norm_x), _eps(ffn.norm_gate)),
+        whole_norm_gradients=False,
+        comm_scale=getattr(ffn, "comm_scale", 1),
+    )
+
+
+def _observe_reference(context: Any) -> None:
+    ffn = compat.comptime_value(context, "ffn")
+    _FORMS[type(ffn)] = probe.observed_bias_form(ffn)
+
+
+@torch._dynamo.assume_constant_result
+def _at_trace_time(
+    kind: type, tokens: int, group: str | None, reason: str | None, rank: int
+) -> tuple[bool, tuple[int, ...], str | None, str]:
+    """(delegated, chunk sizes, group alias, bias form); installs the passes and registers the alias."""
+    settings = Settings.from_environment()
+    if settings.recipe == EAGER_EXACT and reason is None:
+        reason = "A2A_FFN_RECIPE=eager_exact inside an outer torch.compile, which rounds as Inductor does"
+    if reason is not None:
+        notice.delegate(reason, strict=settings.strict, rank=rank)
+        return True, (), None, ""
+    passes.install()
+    sizes = plan.chunk_sizes(tokens, settings)
+    alias = None
+    if group is not None:
+        resolved = torch._C._distributed_c10d._resolve_process_group(group) if group else None
+        alias = overlap_alias(resolved, sizes)
+    return False, sizes, alias, settings.bias or _FORMS[kind]

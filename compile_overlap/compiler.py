@@ -1,0 +1,105 @@
+"""Compiles the layer for one configuration: our backend over `compile_fx`, one code object each.
+
+A configuration is compiled before it is run, so that the ranks can agree that all of them can: its first call is made
+with execution held back. Dynamo keeps at most eight variants of a code object and then silently runs eager code, so
+each configuration has a code object of its own, and past `MAX_LAYERS` of them we raise.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any, Callable
+
+import torch
+from torch._inductor.compile_fx import compile_fx
+
+import passes
+
+from . import compat
+from .layer import overlapped_ffn
+from .recipes import EAGER_EXACT
+
+MAX_LAYERS = 256
+
+
+class _Prepared(Exception):
+    """Compilation is done; the call was made only for that."""
+
+
+class CompiledLayer:
+    """`overlapped_ffn` with its static arguments bound, compiled at its first call."""
+
+    def __init__(self, name: str, static: dict[str, Any]):
+        def layer(inputs, *parameters):
+            return overlapped_ffn(inputs, *parameters, **static)
+
+        self.static = static
+        self._preparing = False
+        self._run = torch.compile(_fresh(layer, name), backend=self._compile, dynamic=False, fullgraph=True)
+
+    def prepare(self, *tensors: torch.Tensor) -> Exception | None:
+        """Compile the forward for these tensors without running it; the error if that fails."""
+        self._preparing = True
+        try:
+            self._run(*tensors)
+        except _Prepared:
+            return None
+        except Exception as error:  # whatever the compiler raises is the reason for delegating
+            return error
+        finally:
+            self._preparing = False
+        raise AssertionError("the compiled layer ran without calling our backend")
+
+    def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
+        return self._run(*tensors)
+
+    def _compile(self, graph: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        patches = passes.config_patches()
+        decompositions = None
+        if self.static["recipe"] == EAGER_EXACT:
+            patches["shape_padding"] = False
+            decompositions = compat.exact_decompositions()
+        compiled = compile_fx(graph, example_inputs, config_patches=patches, decompositions=decompositions)
+
+        def run(*args):
+            if self._preparing:
+                raise _Prepared
+            return compiled(*args)
+
+        return run
+
+
+def _fresh(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The same function with a code object of its own."""
+    code = function.__code__.replace(co_name=name)
+    return types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+
+
+_LAYERS: dict[tuple[Any, ...], CompiledLayer] = {}
+
+
+def cached_layer(key: tuple[Any, ...]) -> CompiledLayer | None:
+    """The compiled layer of this configuration, if there is one."""
+    return _LAYERS.get(key)
+
+
+def new_layer(key: tuple[Any, ...], static: dict[str, Any]) -> CompiledLayer:
+    """Create and keep the layer of a configuration. Raises RuntimeError past `MAX_LAYERS` configurations."""
+    if len(_LAYERS) >= MAX_LAYERS:
+        raise RuntimeError(
+            f"compile_overlap holds {MAX_LAYERS} compiled configurations (shapes, strides, dtypes, grad modes); "
+            "pad or bucket the batch sizes, or call compile_overlap.reset()"
+        )
+    passes.install()
+    layer = _LAYERS[key] = CompiledLayer(f"overlapped_ffn_{len(_LAYERS)}", static)
+    return layer
+
+
+def forget_layer(key: tuple[Any, ...]) -> None:
+    """Drop a configuration that could not be compiled."""
+    _LAYERS.pop(key, None)
+
+
+def reset() -> None:
+    """Drop every compiled configuration; the next calls compile again."""
+    _LAYERS.clear()

@@ -1,0 +1,59 @@
+"""Settings from the environment. They must be the same on every rank; the group checks that when a layout is compiled.
+
+| variable           | value                                  | meaning                                                |
+| ------------------ | -------------------------------------- | ------------------------------------------------------ |
+| `A2A_FFN_CHUNKS`   | a count, or sizes such as `2,14,16`    | chunks along L (default: four, of at least two tokens) |
+| `A2A_FFN_RECIPE`   | `eager_exact`, `inductor`              | numeric recipe (default: the one that equals `none`)   |
+| `A2A_FFN_BIAS`     | `add`, `baddbmm`                       | bias form (default: the one that equals `none`)        |
+| `A2A_FFN_NORM_GRADIENTS` | `whole`, `chunks`             | one exact reduction, or fp32 sums of the chunks'       |
+| `A2A_FFN_STRICT`   | `1`                                    | an error instead of delegating to the reference        |
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from .layout import require
+from .recipes import BIAS_FORMS, RECIPES
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment asks for; None and the empty tuple leave the choice to the plan."""
+
+    chunks: int | None = None
+    sizes: tuple[int, ...] = ()
+    recipe: str | None = None
+    bias: str | None = None
+    norm_gradients: str | None = None
+    strict: bool = False
+
+    @classmethod
+    def from_environment(cls) -> Settings:
+        """Read and check the variables. Raises ValueError."""
+        chunks, sizes = _chunks(os.environ.get("A2A_FFN_CHUNKS", ""))
+        return cls(
+            chunks=chunks,
+            sizes=sizes,
+            recipe=_one_of("A2A_FFN_RECIPE", RECIPES),
+            bias=_one_of("A2A_FFN_BIAS", BIAS_FORMS),
+            norm_gradients=_one_of("A2A_FFN_NORM_GRADIENTS", ("whole", "chunks")),
+            strict=_one_of("A2A_FFN_STRICT", ("0", "1")) == "1",
+        )
+
+
+def _one_of(name: str, allowed: tuple[str, ...]) -> str | None:
+    value = os.environ.get(name) or None
+    require(value is None or value in allowed, name, value, " or ".join(allowed))
+    return value
+
+
+def _chunks(text: str) -> tuple[int | None, tuple[int, ...]]:
+    if not text:
+        return None, ()
+    parts = text.split(",")
+    fits = all(part.strip().isdigit() and int(part) >= 1 for part in parts)
+    require(fits, "A2A_FFN_CHUNKS", text, "a positive count, or positive sizes separated by commas")
+    numbers = tuple(int(part) for part in parts)
+    return (numbers[0], ()) if len(numbers) == 1 else (None, numbers)

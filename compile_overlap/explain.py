@@ -1,0 +1,45 @@
+"""One readable text about what the layer does for a call, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import api, plan
+from .config import Settings
+from .layout import check_call
+
+
+def explain(ffn: Any, inputs: torch.Tensor) -> str:
+    """Layout, chunks, recipe, transport, and what fell back, for `forward_ffn(ffn, inputs)` in the current grad mode.
+
+    Takes the decision if it has not been taken yet, so every rank of the group must call it.
+    """
+    layout = check_call(ffn, inputs)
+    settings = Settings.from_environment()
+    sizes = plan.chunk_sizes(layout.L, settings)
+    reason = plan.unsupported(ffn, inputs)
+    decision = None if reason else api.decide(ffn, inputs, layout, settings)
+    if decision is not None and decision.recipe is None:
+        reason = decision.reason
+    sent = layout.exchange_bytes(inputs.element_size()) / 2**20
+    lines = [
+        f"layout     P={layout.P} B={layout.B} T={layout.T} D={layout.D} H={layout.H} L={layout.L}, {inputs.dtype}, "
+        f"{inputs.device.type}, grad {'on' if torch.is_grad_enabled() else 'off'}",
+        f"chunks     {len(sizes)} along L, of {', '.join(map(str, sizes))} tokens",
+        f"exchange   {sent:.2f} MiB sent per rank, twice each way",
+        f"transport  {_transport(layout.P, inputs)}",
+    ]
+    if reason is not None:
+        lines.append(f"recipe     none: the reference overlap='none' answers, because {reason}")
+    else:
+        lines.append(f"recipe     {decision.recipe}, bias form {decision.bias} ({decision.reason})")
+    lines.append("compiled   inside an outer torch.compile the recipe is inductor, with the bias form of the reference")
+    return "\n".join(lines)
+
+
+def _transport(P: int, inputs: torch.Tensor) -> str:
+    if P == 1:
+        return "none: one rank, the exchange is a local layout change"
+    return f"functional collectives over {'NCCL' if inputs.is_cuda else 'gloo'}"

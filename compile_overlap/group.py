@@ -1,0 +1,41 @@
+"""The expert-parallel group: its alias for our exchanges, and decisions that all its ranks take alike."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from passes import graphs
+
+from . import compat
+
+
+def overlap_alias(group: Any, sizes: tuple[int, ...]) -> str:
+    """The name our exchanges use for `group` (None: the default group); registered so that it resolves."""
+    group = dist.group.WORLD if group is None else group
+    name = graphs.alias(group.group_name, sizes)
+    compat.register_group_alias(name, group)
+    return name
+
+
+def same_on_all_ranks(group: Any, size: int, device: torch.device, value: Any) -> bool:
+    """Whether `repr(value)` is the same on every rank of the group: one small all-gather; True for a group of one."""
+    if size == 1:
+        return True
+    digest = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
+    mine = torch.tensor([digest], dtype=torch.int64, device=device)
+    gathered = mine.repeat(size)
+    dist.all_gather_into_tensor(gathered, mine, group=group)
+    return bool((gathered == mine).all())
+
+
+def all_ranks(group: Any, size: int, device: torch.device, flag: bool) -> bool:
+    """Whether `flag` holds on every rank of the group: one small all-reduce."""
+    if size == 1:
+        return flag
+    verdict = torch.tensor([int(flag)], dtype=torch.int32, device=device)
+    dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=group)
+    return bool(verdict.item())

@@ -1,0 +1,21 @@
+"""Falling back is said once per reason, by the group's first rank."""
+
+from __future__ import annotations
+
+import logging
+
+log = logging.getLogger("compile_overlap")
+_SAID: set[str] = set()
+
+
+class Delegated(RuntimeError):
+    """`A2A_FFN_STRICT=1` and the layer would have delegated to the reference."""
+
+
+def delegate(reason: str, *, strict: bool, rank: int) -> None:
+    """Say once that the reference `none` answers, and why; with `strict` raise `Delegated` instead."""
+    if strict:
+        raise Delegated(f"the overlapped layer does not take this call: {reason}")
+    if rank == 0 and reason not in _SAID:
+        log.warning("running the reference overlap='none' instead of the overlapped layer: %s", reason)
+    _SAID.add(reason)
