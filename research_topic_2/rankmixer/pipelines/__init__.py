@@ -24,3 +24,10 @@ def run_pipeline(mode, ffn, local, inputs, compiled):
     transport = _TRANSPORTS[mode](ffn.ep_group, inputs.device)
     pipeline = Pipeline(transport, local, ffn.ep_group_size, ffn.comm_scale, ffn.norm_x.eps, compiled)
     return pipeline(inputs, ffn.local_parameters())
+
+
+def transport_in_use(mode, group):
+    """The transport that ``mode`` used on ``group`` so far, "collective" or "copy-engine"; None for other modes."""
+    if mode == "with-sm" and group is not None:
+        return "collective"
+    return sm_free.transport_in_use(group) if mode == "sm-free" else None

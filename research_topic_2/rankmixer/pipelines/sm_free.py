@@ -114,6 +114,14 @@ def make_transport(group, device):
     return cached[1]
 
 
+def transport_in_use(group):
+    """"copy-engine" or, after a fallback, "collective"; None where the group has made no transport."""
+    cached = None if group is None else _TRANSPORTS.get(group.group_name)
+    if cached is None or cached[0] is not group:
+        return None
+    return "copy-engine" if isinstance(cached[1], CopyEngineTransport) else "collective"
+
+
 def _first_obstacle(group, device):
     """Why the group cannot put into symmetric memory, or "". The same text on every rank."""
     if device.type != "cuda":

@@ -1,0 +1,150 @@
+"""The JSON records: what a run was, where it ran, and every rank's raw samples.
+
+Kinds: ``full`` (the whole block), ``comp-only`` (exchanges removed; not a layer latency), and ``comparison``
+(several modes measured in one run, see compare.py).
+"""
+
+import json
+import math
+import platform
+import resource
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+SCHEMA_VERSION = 1
+KINDS = ("full", "comp-only", "comparison")
+_COMMON = {"schema": int, "kind": str, "configuration": dict, "environment": dict, "world_size": int,
+           "exchange": dict, "checks": dict}
+_SINGLE = {**_COMMON, "plugin": (str, type(None)), "transport": (str, type(None)), "pass": str, "samples_s": list, "rank0": dict, "slowest_rank": dict,
+           "peak_memory_bytes": list, "tokens_per_s": float, "forward_tflops": (float, type(None)),
+           "full_batch": (dict, type(None)), "output_shape": list}
+_COMPARISON = {**_COMMON, "pass": str, "rounds": int, "plugin": (str, type(None)), "transports": dict, "measurements": dict,
+               "summary": dict, "full_batch": dict}
+_STATISTICS = ("mean_s", "p50_s", "p90_s", "p99_s", "max_rank_median_s")
+
+
+def environment(device):
+    """Versions, device and commit of this run."""
+    cuda = device.type == "cuda"
+    return {
+        "python": platform.python_version(), "torch": torch.__version__, "cuda_build": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+        "triton": _version("triton"), "numpy": _version("numpy"),
+        "device": torch.cuda.get_device_name(device) if cuda else platform.machine() + " CPU",
+        "git_commit": _git_commit(),
+    }
+
+
+def slowest_rank(samples):
+    """Statistics in seconds of per-rank ``samples`` (one list per rank, equally long).
+
+    Mean and percentiles are of the slowest rank per iteration; ``max_rank_median_s`` is the largest of the ranks'
+    medians.
+    """
+    worst = sorted(max(column) for column in zip(*samples, strict=True))
+    return {"mean_s": sum(worst) / len(worst), "p50_s": percentile(worst, 50), "p90_s": percentile(worst, 90),
+            "p99_s": percentile(worst, 99), "max_rank_median_s": max(percentile(sorted(row), 50) for row in samples)}
+
+
+def percentile(ordered, percent):
+    """Linear-interpolated percentile of a sorted, non-empty list."""
+    position = (len(ordered) - 1) * percent / 100
+    low = math.floor(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def exchange_bytes(options, world_size):
+    """Bytes that one dispatch or combine sends per rank, the local slice excluded."""
+    itemsize = options.torch_dtype.itemsize
+    payload = options.batch_size * options.tokens * options.dim * itemsize * (world_size - 1) // world_size
+    return {"bytes_per_exchange": payload, "bytes_sent_per_exchange": payload * options.comm_scale,
+            "exchanges": 4 if options.backward else 2}
+
+
+def forward_flops(options):
+    """Floating-point operations of one rank's two forward GEMMs (a multiply-add counts as two).
+
+    Per rank, P*B rows meet L = T/P tokens: 2 * B*T * (D*2H + H*D) = 6*B*T*D*H.
+    """
+    hidden = options.dim * options.k * options.compute_scale
+    return 6 * options.batch_size * options.tokens * options.dim * hidden
+
+
+def forward_tflops(options, seconds):
+    """Per-rank forward TFLOP/s, or None when the time includes a backward."""
+    return None if options.backward else forward_flops(options) / seconds / 1e12
+
+
+def tokens_per_second(options, world_size, seconds):
+    """Tokens that the whole group finishes per second."""
+    return world_size * options.batch_size * options.tokens / seconds
+
+
+def peak_memory(device):
+    """Peak bytes of this rank: allocated on the GPU, or resident on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def validate(record):
+    """Check a record against its schema; returns it.
+
+    Raises:
+        ValueError: naming the field, its value and what is allowed.
+    """
+    kind = record.get("kind")
+    if kind not in KINDS:
+        raise ValueError(f"kind={kind!r}: allowed are {', '.join(KINDS)}")
+    for name, expected in (_COMPARISON if kind == "comparison" else _SINGLE).items():
+        if name not in record:
+            raise ValueError(f"record field {name!r} is missing")
+        if not isinstance(record[name], expected) or isinstance(record[name], bool):
+            raise ValueError(f"record field {name}={record[name]!r}: must be {expected}")
+    if record["schema"] != SCHEMA_VERSION:
+        raise ValueError(f"schema={record['schema']}: must be {SCHEMA_VERSION}")
+    if record["pass"] not in ("forward", "forward+backward"):
+        raise ValueError(f"pass={record['pass']!r}: allowed are forward, forward+backward")
+    measurements = record["measurements"] if kind == "comparison" else {kind: record}
+    for name, measurement in measurements.items():
+        _validate_measurement(name, measurement, record)
+    return record
+
+
+def _validate_measurement(name, measurement, record):
+    samples = measurement.get("samples_s")
+    if not isinstance(samples, list) or len(samples) != record["world_size"] or not all(samples):
+        raise ValueError(f"{name}.samples_s={samples!r}: must hold non-empty samples of {record['world_size']} rank(s)")
+    if len({len(row) for row in samples}) != 1 or any(not 0 <= value < math.inf for row in samples for value in row):
+        raise ValueError(f"{name}.samples_s: every rank must have equally many finite samples of at least 0 seconds")
+    missing = [key for key in _STATISTICS if key not in measurement.get("slowest_rank", {})]
+    if missing:
+        raise ValueError(f"{name}.slowest_rank: missing {', '.join(missing)}")
+    if record["pass"] == "forward+backward" and measurement.get("forward_tflops") is not None:
+        raise ValueError(f"{name}.forward_tflops={measurement['forward_tflops']}: must be null when backward is timed")
+
+
+def write(record, path):
+    """Validate and write a record as JSON, making its folder."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(validate(record), indent=1, allow_nan=False) + "\n")
+
+
+def _version(package):
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git_commit():
+    try:
+        result = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    except OSError:
+        return "unknown"
+    return result.stdout.strip() if result.returncode == 0 else "unknown"

@@ -1,0 +1,85 @@
+"""Process setup from torchrun's environment, and the few group operations that the tools share."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """This process: its rank, the world size and the device. ``group`` is None when run without torchrun."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    group: object
+
+    @property
+    def is_main(self):
+        return self.rank == 0
+
+    def print(self, *values):
+        """Print on rank 0 only."""
+        if self.is_main:
+            print(*values, flush=True)
+
+    def gather(self, value):
+        """Every rank's ``value`` (any picklable object), in rank order, on every rank."""
+        if self.group is None:
+            return [value]
+        values = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def barrier(self):
+        if self.group is not None:
+            dist.barrier(group=self.group)
+
+    def synchronize(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def environment_rank():
+    """(RANK, WORLD_SIZE, LOCAL_RANK) that torchrun sets; (0, 1, 0) without torchrun."""
+    return tuple(int(os.environ.get(name, default)) for name, default in
+                 (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+
+
+def choose_device(name):
+    """Return this rank's device. ``name`` is "cuda", "cpu" or None (cuda where there is one).
+
+    Raises:
+        ValueError: no CUDA device, or more local ranks than GPUs.
+    """
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "cpu" or (name is None and not available):
+        return torch.device("cpu")
+    if not available:
+        raise ValueError(f"device={name!r}: no CUDA device is available here, only 'cpu' is allowed")
+    local_rank = environment_rank()[2]
+    if local_rank >= available:
+        raise ValueError(f"LOCAL_RANK={local_rank}: this host has {available} GPU(s); at most one rank per GPU is allowed")
+    return torch.device("cuda", local_rank)
+
+
+def start_runtime(device):
+    """Select the device and, under torchrun, initialise the process group (NCCL on CUDA, gloo on CPU)."""
+    rank, world_size, _ = environment_rank()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if "RANK" not in os.environ:
+        return Runtime(rank, world_size, device, None)
+    if device.type == "cuda":
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    return Runtime(rank, world_size, device, dist.group.WORLD)
+
+
+def stop_runtime():
+    """Leave the process group, if one was initialised here."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
