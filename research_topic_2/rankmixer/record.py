@@ -16,13 +16,14 @@ import torch
 
 SCHEMA_VERSION = 1
 KINDS = ("full", "comp-only", "comparison")
-_COMMON = {"schema": int, "kind": str, "configuration": dict, "environment": dict, "world_size": int,
-           "exchange": dict, "checks": dict}
-_SINGLE = {**_COMMON, "plugin": (str, type(None)), "transport": (str, type(None)), "pass": str, "samples_s": list, "rank0": dict, "slowest_rank": dict,
-           "peak_memory_bytes": list, "tokens_per_s": float, "forward_tflops": (float, type(None)),
-           "full_batch": (dict, type(None)), "output_shape": list}
-_COMPARISON = {**_COMMON, "pass": str, "rounds": int, "plugin": (str, type(None)), "transports": dict, "measurements": dict,
-               "summary": dict, "full_batch": dict}
+_TEXT_OR_NONE = (str, type(None))
+_COMMON = {"schema": int, "kind": str, "configuration": dict, "environment": dict, "world_size": int, "pass": str,
+           "plugin": _TEXT_OR_NONE, "exchange": dict, "checks": dict, "peak_memory_bytes": list}
+_SINGLE = {**_COMMON, "transport": _TEXT_OR_NONE, "samples_s": list, "rank0": dict, "slowest_rank": dict,
+           "tokens_per_s": float, "forward_tflops": (float, type(None)), "full_batch": (dict, type(None)),
+           "output_shape": list}
+_COMPARISON = {**_COMMON, "rounds": int, "transports": dict, "measurements": dict, "summary": dict,
+               "full_batch": dict}
 _STATISTICS = ("mean_s", "p50_s", "p90_s", "p99_s", "max_rank_median_s")
 
 
