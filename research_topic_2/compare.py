@@ -152,7 +152,8 @@ def table(result):
     """The comparison as text; times are slowest-rank medians in microseconds."""
     measurements = result["measurements"]
     lines = [f"\n{result['pass']}, P={result['world_size']}, slowest-rank medians over {result['rounds']} rounds",
-             f"{'mode':<18}{'median us':>12}{'speed-up':>10}{'hidden':>9}{'exposed us':>12}{'tokens/s':>12}{'TFLOP/s':>10}"]
+             f"{'mode':<18}{'median us':>12}{'speed-up':>10}{'hidden':>9}{'exposed us':>12}"
+             f"{'tokens/s':>12}{'TFLOP/s':>10}"]
     for mode, values in result["summary"].items():
         measured = measurements[mode]
         hidden, rate = values["hidden_fraction"], measured["forward_tflops"]

@@ -54,8 +54,8 @@ def run_checks(workload, overlap):
     outcome = {"ran": True, "mode": options.check_correctness, "rows": rows, "forward": "torch.equal"}
     problem = check_forward(workload, overlap, rows)
     agree_or_raise(runtime, problem)
-    runtime.print(f"check: forward of {overlap} equals none (torch.equal) on min(B,{CHECK_ROWS}) = {rows} rows per rank; "
-                  f"this does not cover the full batch")
+    runtime.print(f"check: forward of {overlap} equals none (torch.equal) on min(B,{CHECK_ROWS}) = {rows} rows "
+                  f"per rank; this does not cover the full batch")
     if options.backward:
         problem, outcome["gradients"] = check_backward(workload, overlap, rows)
         _print_gradients(runtime, outcome["gradients"])
@@ -160,5 +160,5 @@ def agree_or_raise(runtime, problem):
 def _print_gradients(runtime, gradients):
     for name, values in gradients.items():
         if values:
-            runtime.print(f"  d {name}: relative {values['relative_error']:.3g}, max abs {values['max_abs_error']:.3g}, "
-                          f"ULP p99 {values['p99_ulp']} max {values['max_ulp']}")
+            runtime.print(f"  d {name}: relative {values['relative_error']:.3g}, max abs "
+                          f"{values['max_abs_error']:.3g}, ULP p99 {values['p99_ulp']} max {values['max_ulp']}")

@@ -19,8 +19,8 @@ def build_parser():
     """The benchmark's command line."""
     parser = argparse.ArgumentParser(prog="benchmark.py", description=__doc__)
     parser.add_argument("--overlap", choices=OVERLAP_MODES, default="none",
-                        help="none: sequential; with-sm: chunked, NCCL beside the GEMMs; sm-free: chunked, copy engines; "
-                             f"kernel: the plugin named by {plugins.PLUGIN_VARIABLE} (default: %(default)s)")
+                        help="none: sequential; with-sm: chunked, NCCL beside the GEMMs; sm-free: chunked, copy "
+                             f"engines; kernel: the plugin named by {plugins.PLUGIN_VARIABLE} (default: %(default)s)")
     parser.add_argument("--comp-only", action="store_true", help="remove communication; recorded apart")
     parser.add_argument("--list-backends", action="store_true", help="say which GEMM backends can run here, and exit")
     add_common_options(parser)
@@ -140,6 +140,6 @@ def _print_result(runtime, result):
     if result["kind"] == "comp-only":
         runtime.print("comp-only: communication removed; not a layer latency")
     else:
-        runtime.print(f"communication: {exchange['exchanges']} exchanges of {exchange['bytes_per_exchange'] / 2**20:.4g} "
-                      f"MiB per rank ({exchange['bytes_sent_per_exchange'] / 2**20:.4g} MiB sent)")
+        runtime.print(f"communication: {exchange['exchanges']} exchanges of "
+                      f"{exchange['bytes_per_exchange'] / 2**20:.4g} MiB per rank ({exchange['bytes_sent_per_exchange'] / 2**20:.4g} MiB sent)")
     runtime.print(f"peak memory: {max(result['peak_memory_bytes']) / 2**20:.0f} MiB on the fullest rank")

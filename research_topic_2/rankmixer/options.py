@@ -35,7 +35,8 @@ def add_common_options(parser):
     add("--full-batch-check", action="store_true",
         help="also compare the whole output with overlap=none and report it apart; never a gate")
     add("--warmup", type=int, default=50, help="unmeasured calls (default: %(default)s)")
-    add("--num-tests", type=int, default=50, help="measured calls; the first of several is dropped (default: %(default)s)")
+    add("--num-tests", type=int, default=50,
+        help="measured calls; the first of several is dropped (default: %(default)s)")
     add("--l2-flush", action=argparse.BooleanOptionalAction, default=True, help="flush the cache before each sample")
     add("--prewarm-sleep-ms", type=float, default=10.0, help="sleep before warming up (default: %(default)s)")
     add("--cuda-graph", action=argparse.BooleanOptionalAction, default=False, help="capture the call and replay it")

@@ -61,7 +61,8 @@ def choose_device(name):
         raise ValueError(f"device={name!r}: no CUDA device is available here, only 'cpu' is allowed")
     local_rank = environment_rank()[2]
     if local_rank >= available:
-        raise ValueError(f"LOCAL_RANK={local_rank}: this host has {available} GPU(s); at most one rank per GPU is allowed")
+        raise ValueError(f"LOCAL_RANK={local_rank}: this host has {available} GPU(s); "
+                         f"at most one rank per GPU is allowed")
     return torch.device("cuda", local_rank)
 
 
