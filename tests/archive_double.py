@@ -38,6 +38,7 @@ class ArchiveFFN(nn.Module):
         self.fwd_mode = self.bwd_mode = "dense_v2"
         self.gemm_backend = "bmm"
         self.bias_form = bias
+        self.plugin = importlib.import_module(os.environ["A2A_FFN_KERNEL_PLUGIN"]).forward_ffn
         local, hidden = tokens // size, dim * k
         for name, shape, fan_in in (
             ("w1", (local, dim, 2 * hidden), dim),
@@ -67,8 +68,7 @@ class ArchiveFFN(nn.Module):
 
     def forward(self, inputs, overlap="none", comp_only=False):
         if overlap == "kernel":
-            plugin = importlib.import_module(os.environ["A2A_FFN_KERNEL_PLUGIN"])
-            return plugin.forward_ffn(self, inputs, comp_only=comp_only)
+            return self.plugin(self, inputs, comp_only=comp_only)
         if comp_only:
             return self._forward_comp_only(inputs)
         B, T, D = inputs.shape
