@@ -28,6 +28,6 @@ def run_pipeline(mode, ffn, local, inputs, compiled):
 
 def transport_in_use(mode, group):
     """The transport that ``mode`` used on ``group`` so far, "collective" or "copy-engine"; None for other modes."""
-    if mode == "with-sm" and group is not None:
+    if mode == "with-sm" and group is not None and group.size() > 1:
         return "collective"
     return sm_free.transport_in_use(group) if mode == "sm-free" else None
