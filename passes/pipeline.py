@@ -6,6 +6,7 @@ else installed before keeps running, first.
 
 | hook                         | passes          |
 | ---------------------------- | --------------- |
+| `joint_custom_post_pass`     | LocalizeViews   |
 | `post_grad_custom_post_pass` | CheckExchanges  |
 | `_pre_fusion_custom_pass`    | PinOrder        |
 """
@@ -21,10 +22,12 @@ from compile_overlap import compat
 
 from .base import Chain, GraphChain, PassReport, SchedulerChain
 from .check_exchanges import CheckExchanges
+from .localize_views import LocalizeViews
 from .pin_order import PinOrder
 
 _LOG: deque[PassReport] = deque(maxlen=4096)
 _HOOKS = {
+    "joint_custom_post_pass": (GraphChain, (LocalizeViews(),)),
     "post_grad_custom_post_pass": (GraphChain, (CheckExchanges(),)),
     "_pre_fusion_custom_pass": (SchedulerChain, (PinOrder(),)),
 }

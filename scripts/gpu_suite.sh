@@ -10,7 +10,7 @@ out=$(mkdir -p "${1:?usage: gpu_suite.sh OUT [PART...]}" && cd "$1" && pwd)
 shift
 parts=${*:-public default tests}
 python=${PYTHON:-python3}
-export PYTHON=$python PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 NPROC=2
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4} PYTHON=$python PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 NPROC=2
 failed=0
 
 step() { # name, command...
@@ -19,24 +19,24 @@ step() { # name, command...
   if timeout 400 "$@" >"$out/$name.log" 2>&1; then echo "ok    $name ($((SECONDS - begin)) s)"
   else echo "FAIL  $name ($((SECONDS - begin)) s)"; tail -n 15 "$out/$name.log"; failed=1; fi
 }
-bench() { bash "$root/research_topic_2/scripts/run_prod_local.sh" "$@"; }
-compare() { "$python" -m torch.distributed.run --standalone --nproc-per-node 2 "$root/research_topic_2/compare.py" "$@"; }
+bench="bash $root/research_topic_2/scripts/run_prod_local.sh"
+compare="$python -m torch.distributed.run --standalone --nproc-per-node 2 $root/research_topic_2/compare.py"
 
 for part in $parts; do
   case $part in
     public)
       small="--batch-size 4 --tokens 16 --dim 128 --k 2 --gemm-backend bmm --no-compile --warmup 5 --num-tests 20"
       step public_check "$python" "$root/research_topic_2/public_check.py" --json "$out"
-      step quick_none bench $small --overlap none --json "$out/quick_none.json"
-      step quick_kernel bench $small --overlap kernel --check-correctness bitwise --json "$out/quick_kernel.json"
-      step quick_backward bench $small --overlap kernel --backward --check-correctness approx --json "$out/quick_backward.json"
+      step quick_none $bench $small --overlap none --json "$out/quick_none.json"
+      step quick_kernel $bench $small --overlap kernel --check-correctness bitwise --json "$out/quick_kernel.json"
+      step quick_backward $bench $small --overlap kernel --backward --check-correctness approx --json "$out/quick_backward.json"
       ;;
     default)
       common="--warmup 5 --num-tests 20 --rounds 4 --check-correctness approx --full-batch-check --own-comp-only"
       for compile in "" --no-compile; do
         for pass in "" --backward; do
           name=default${compile:+_eager}${pass:+_backward}
-          step "$name" compare $common $compile $pass --json "$out/$name.json"
+          step "$name" $compare $common $compile $pass --json "$out/$name.json"
           grep -E "us|none|with-sm|sm-free|kernel|comp-only|exchanges|full" "$out/$name.log" | tail -n 24
         done
       done

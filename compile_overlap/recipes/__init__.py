@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch.autograd import Function
 
 from . import exact
 
@@ -42,12 +43,13 @@ def local_ffns(
     gradients by one reduction over all chunks (`exact.Whole`) instead of summing the chunks' in fp32; the `inductor`
     recipe has no use for it, its reductions are in fp32.
     """
-    # fp32 copies collect the chunks' gradients in fp32 and round once; bf16 and fp16 are exact in fp32.
-    norms = tuple(t.float() for t in norms)
     weights = zip(w1.split(sizes), wout.split(sizes))
     if recipe == INDUCTOR:
-        biases = zip(b1.unsqueeze(1).split(sizes), bout.unsqueeze(1).split(sizes))
-        return [_fused(*w, *b, norms, bias, eps) for w, b in zip(weights, biases)]
+        biases = zip((b.unsqueeze(1) for b in b1.split(sizes)), (b.unsqueeze(1) for b in bout.split(sizes)))
+        shared = zip(*(_Share.apply(norm, len(sizes)) for norm in norms))
+        return [_fused(*w, *b, n, bias, eps) for w, b, n in zip(weights, biases, shared)]
+    # fp32 copies collect the chunks' gradients in fp32 and round once; bf16 and fp16 are exact in fp32.
+    norms = tuple(t.float() for t in norms)
     expanded_bout = [t.transpose(0, 1) for t in exact.expand_rows(bout, rows).split(sizes, dim=1)]
     added = bias == ADD
     biases = zip(b1.split(sizes) if added else _expanded(b1, rows, sizes), expanded_bout)
@@ -59,6 +61,22 @@ def local_ffns(
         _exact(*w, *b, norms, bias, eps, carriers[c * per_chunk : (c + 1) * per_chunk])
         for c, (w, b) in enumerate(zip(weights, biases))
     ]
+
+
+class _Share(Function):
+    """A parameter for each chunk, whose gradients are summed over the chunks in fp32 and rounded once.
+
+    Each chunk uses the graph input itself: a node that all chunks share (a conversion, say) would make the partitioner
+    see their norms as used far apart, and save other tensors for the later chunks than for the first.
+    """
+
+    @staticmethod
+    def forward(ctx, parameter, chunks):
+        return tuple(parameter.view_as(parameter) for _ in range(chunks))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return torch.stack(grads).sum(0, dtype=torch.float32).to(grads[0].dtype), None
 
 
 def _expanded(b1, rows, sizes):
@@ -86,7 +104,7 @@ def _fused(w1, wout, b1, bout, norms, bias, eps):
 
 
 def _gated_norm(z_lnf, norms, eps):
-    gamma_x, beta_x, gamma_gate, beta_gate = (t.to(z_lnf.dtype) for t in norms)
+    gamma_x, beta_x, gamma_gate, beta_gate = norms
     u, g = z_lnf.chunk(2, dim=-1)
     hidden = (u.shape[-1],)
     normed = F.layer_norm(u, hidden, gamma_x, beta_x, eps[0])
