@@ -26,11 +26,15 @@ from .localize_views import LocalizeViews
 from .pin_order import PinOrder
 
 _LOG: deque[PassReport] = deque(maxlen=4096)
-_HOOKS = {
+_HOOKS: dict[str, Any] = {
     "joint_custom_post_pass": (GraphChain, (LocalizeViews(),)),
     "post_grad_custom_post_pass": (GraphChain, (CheckExchanges(),)),
     "_pre_fusion_custom_pass": (SchedulerChain, (PinOrder(),)),
 }
+
+
+def _record(report: PassReport) -> None:
+    _LOG.append(report)
 
 
 def pass_log() -> tuple[PassReport, ...]:
@@ -41,7 +45,7 @@ def pass_log() -> tuple[PassReport, ...]:
 def _chained(hook: str) -> Any:
     kind, passes = _HOOKS[hook]
     present = getattr(inductor_config, hook)
-    return present if isinstance(present, Chain) else kind(present, passes, _LOG.append)
+    return present if isinstance(present, Chain) else kind(present, passes, _record)
 
 
 def config_patches() -> dict[str, Any]:
