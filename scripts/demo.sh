@@ -22,7 +22,7 @@ else
   # Two rows: the checks' min(B,2) rows are the whole batch then, and each mode compiles once.
   shape=(2 16 128 2)
   common=(--device cpu --modes none,kernel --warmup 2 --num-tests 12 --rounds 3 --no-l2-flush)
-  limit=300
+  limit=900
 fi
 common+=(--batch-size "${shape[0]}" --tokens "${shape[1]}" --dim "${shape[2]}" --k "${shape[3]}")
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4} A2A_FFN_STRICT=1 # an error, should the layer delegate to the sequential one
