@@ -23,12 +23,12 @@ def explain(ffn: Any, inputs: torch.Tensor) -> str:
     decision = None if reason else api.decide(ffn, inputs, layout, settings)
     if decision is not None and decision.recipe is None:
         reason = decision.reason
-    sent = layout.exchange_bytes(inputs.element_size()) / 2**20
+    sent = layout.exchange_bytes(inputs.element_size())
     lines = [
         f"layout     P={layout.P} B={layout.B} T={layout.T} D={layout.D} H={layout.H} L={layout.L}, {inputs.dtype}, "
         f"{inputs.device.type}, grad {'on' if torch.is_grad_enabled() else 'off'}",
         f"chunks     {len(sizes)} along L, of {', '.join(map(str, sizes))} tokens",
-        f"exchange   {sent:.2f} MiB sent per rank, twice each way",
+        f"exchange   {_size(sent)} sent per rank in each dispatch and each combine",
         f"transport  {_transport(layout.P, inputs)}",
     ]
     if reason is not None:
@@ -37,6 +37,10 @@ def explain(ffn: Any, inputs: torch.Tensor) -> str:
         lines.append(f"recipe     {decision.recipe}, bias form {decision.bias} ({decision.reason})")
     lines.append("compiled   inside an outer torch.compile the recipe is inductor, with the bias form of the reference")
     return "\n".join(lines)
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
 
 
 def _transport(P: int, inputs: torch.Tensor) -> str:

@@ -5,6 +5,7 @@ Kinds: ``full`` (the whole block), ``comp-only`` (exchanges removed; not a layer
 """
 
 import json
+import os
 import math
 import platform
 import resource
@@ -144,6 +145,9 @@ def _version(package):
 
 
 def _git_commit():
+    """HEAD of the checkout; an exported tree without one is named by GIT_COMMIT."""
+    if "GIT_COMMIT" in os.environ:
+        return os.environ["GIT_COMMIT"]
     try:
         result = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
     except OSError:

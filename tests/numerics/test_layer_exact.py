@@ -3,7 +3,7 @@
 import pytest
 import torch
 from archive_double import ArchiveFFN
-from compare import outputs_and_gradients, unequal
+from gradients import outputs_and_gradients, unequal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
