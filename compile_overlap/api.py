@@ -83,7 +83,7 @@ def decide(ffn: Any, inputs: torch.Tensor, layout: Layout, settings: Settings) -
 def _static(
     ffn: Any, layout: Layout, settings: Settings, candidate: probe.Candidate, comp_only: bool
 ) -> dict[str, Any]:
-    sizes = plan.chunk_sizes(layout.L, settings)
+    sizes = plan.chunk_sizes(layout.L, layout.P, settings)
     exchanged = layout.P > 1 and not comp_only
     return {
         "sizes": sizes,
@@ -138,7 +138,7 @@ def _inlined(ffn: Any, inputs: torch.Tensor, P: int, reason: str | None, comp_on
     tokens, group = ffn.w1.shape[0], None
     if P > 1 and not comp_only:
         group = "" if ffn.ep_group is None else ffn.ep_group.group_name
-    delegated, sizes, alias, bias = _at_trace_time(type(ffn), tokens, group, reason, ffn.ep_index)
+    delegated, sizes, alias, bias = _at_trace_time(type(ffn), tokens, P, group, reason, ffn.ep_index)
     if delegated:
         return ffn.forward(inputs, overlap="none", comp_only=comp_only)
     return overlapped_ffn(
@@ -162,7 +162,7 @@ def _observe_reference(context: Any) -> None:
 
 @torch._dynamo.assume_constant_result
 def _at_trace_time(
-    kind: type, tokens: int, group: str | None, reason: str | None, rank: int
+    kind: type, tokens: int, P: int, group: str | None, reason: str | None, rank: int
 ) -> tuple[bool, tuple[int, ...], str | None, str]:
     """(delegated, chunk sizes, group alias, bias form); installs the passes and registers the alias."""
     settings = Settings.from_environment()
@@ -172,7 +172,7 @@ def _at_trace_time(
         notice.delegate(reason, strict=settings.strict, rank=rank)
         return True, (), None, ""
     passes.install()
-    sizes = plan.chunk_sizes(tokens, settings)
+    sizes = plan.chunk_sizes(tokens, P, settings)
     alias = None
     if group is not None:
         resolved = torch._C._distributed_c10d._resolve_process_group(group) if group else None

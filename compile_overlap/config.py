@@ -2,7 +2,7 @@
 
 | variable           | value                                  | meaning                                                |
 | ------------------ | -------------------------------------- | ------------------------------------------------------ |
-| `A2A_FFN_CHUNKS`   | a count, or sizes such as `2,14,16`    | chunks along L (default: four, of at least two tokens) |
+| `A2A_FFN_CHUNKS`   | a count, or sizes such as `2,14,16`    | chunks along L (default: four; one at P=1)             |
 | `A2A_FFN_RECIPE`   | `eager_exact`, `inductor`              | numeric recipe (default: the one that equals `none`)   |
 | `A2A_FFN_BIAS`     | `add`, `baddbmm`                       | bias form (default: the one that equals `none`)        |
 | `A2A_FFN_NORM_GRADIENTS` | `whole`, `chunks`             | one exact reduction, or fp32 sums of the chunks'       |

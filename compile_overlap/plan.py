@@ -13,8 +13,8 @@ DEFAULT_CHUNKS = 4
 MIN_TOKENS = 2
 
 
-def chunk_sizes(L: int, settings: Settings) -> tuple[int, ...]:
-    """Token counts of the chunks, L in all.
+def chunk_sizes(L: int, P: int, settings: Settings) -> tuple[int, ...]:
+    """Token counts of the chunks, L in all; one chunk unless asked otherwise at P = 1, where no exchange hides.
 
     Near-equal, the smaller ones first, since nothing hides the first chunk's dispatch. A chunk has at least two tokens
     (or all of L): a batched GEMM of one matrix takes another cuBLAS path than the full batch and rounds differently.
@@ -24,7 +24,7 @@ def chunk_sizes(L: int, settings: Settings) -> tuple[int, ...]:
         total = sum(settings.sizes)
         require(total == L, "A2A_FFN_CHUNKS", settings.sizes, f"sizes whose sum is L = {L}")
         return settings.sizes
-    wanted = settings.chunks or DEFAULT_CHUNKS
+    wanted = settings.chunks or (DEFAULT_CHUNKS if P > 1 else 1)
     count = max(1, min(wanted, L // MIN_TOKENS))
     small, larger = divmod(L, count)
     return (small,) * (count - larger) + (small + 1,) * larger

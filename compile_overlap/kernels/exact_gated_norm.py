@@ -29,10 +29,15 @@ _UNROLL = 15
 
 
 def takes(z: torch.Tensor) -> bool:
-    """Whether the kernel computes this input [l,n,2H]: bf16 on CUDA, contiguous, H a multiple of four, 8-byte rows."""
+    """Whether the kernel computes this input [l,n,2H]: bf16, SM90, contiguous, H a multiple of four, 8-byte rows."""
     hidden = z.shape[-1] // 2
     usable = triton is not None and z.is_cuda and z.dtype == torch.bfloat16 and z.is_contiguous()
-    return usable and hidden % _VECTOR == 0 and z.data_ptr() % (2 * _VECTOR) == 0 and z.numel() > 0
+    return usable and _has_packed_bf16(z.device) and hidden % _VECTOR == 0 and z.data_ptr() % (2 * _VECTOR) == 0 and z.numel() > 0
+
+
+@functools.lru_cache(maxsize=None)
+def _has_packed_bf16(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @functools.lru_cache(maxsize=None)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import compile_overlap
-from compile_overlap import plan
+from compile_overlap import compiler, plan
 from compile_overlap.config import Settings
 from compile_overlap.layout import Layout, check_call
 from compile_overlap.notice import Delegated
@@ -63,9 +63,20 @@ def test_a_group_without_torch_distributed_is_refused(ffn):
 
 @given(st.integers(1, 64), st.integers(1, 16))
 def test_chunk_sizes(L, chunks):
-    sizes = plan.chunk_sizes(L, Settings(chunks=chunks))
+    sizes = plan.chunk_sizes(L, 2, Settings(chunks=chunks))
     assert sum(sizes) == L and len(sizes) == max(1, min(chunks, L // 2))
     assert min(sizes) >= min(2, L) and sorted(sizes) == list(sizes) and sizes[-1] - sizes[0] <= 1
+
+
+def test_one_rank_has_one_chunk_unless_asked_otherwise():
+    assert plan.chunk_sizes(32, 1, Settings()) == (32,)
+    assert plan.chunk_sizes(32, 1, Settings(chunks=2)) == (16, 16)
+
+
+def test_more_configurations_than_the_bound_raise(monkeypatch):
+    monkeypatch.setattr(compiler, "MAX_LAYERS", 0)
+    with pytest.raises(RuntimeError, match="holds 0 compiled configurations"):
+        compiler.new_layer(("another",), {})
 
 
 def test_settings_from_the_environment(monkeypatch):
@@ -73,10 +84,10 @@ def test_settings_from_the_environment(monkeypatch):
     monkeypatch.setenv("A2A_FFN_RECIPE", "inductor")
     monkeypatch.setenv("A2A_FFN_BIAS", "baddbmm")
     settings = Settings.from_environment()
-    assert plan.chunk_sizes(32, settings) == (2, 14, 16)
+    assert plan.chunk_sizes(32, 2, settings) == (2, 14, 16)
     assert candidates(settings) == [("inductor", "baddbmm")]
     with pytest.raises(ValueError, match="sum is L = 8"):
-        plan.chunk_sizes(8, settings)
+        plan.chunk_sizes(8, 2, settings)
 
 
 @pytest.mark.parametrize(
@@ -113,13 +124,11 @@ def test_what_the_layer_does_not_take_is_delegated(monkeypatch, caplog, ffn, cha
         compile_overlap.forward_ffn(ffn, inputs)
 
 
-def test_a_reference_that_no_recipe_equals_is_delegated_and_explained(ffn):
+def test_a_reference_that_no_recipe_equals_is_delegated_and_explained(monkeypatch, ffn):
     reference = ffn.forward
     ffn.forward = lambda inputs, overlap="none", comp_only=False: reference(inputs, comp_only=comp_only) * 1.01
+    monkeypatch.setenv("A2A_FFN_RECIPE", "eager_exact")
     inputs = torch.randn(2, 4, 16)
-    monkey = {"A2A_FFN_RECIPE": "eager_exact"}
-    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        for name, value in monkey.items():
-            patch.setenv(name, value)
+    with torch.no_grad():
         assert torch.equal(compile_overlap.forward_ffn(ffn, inputs), ffn.forward(inputs))
         assert "no recipe equals the reference" in compile_overlap.explain(ffn, inputs)
