@@ -1,7 +1,6 @@
 """Overlap of GEMM with All-to-All for an expert-parallel FFN, as a compiler problem. See `forward_ffn`."""
 
-from .api import forward_ffn
-from .compiler import reset
+from .api import forward_ffn, reset
 from .explain import explain
 
 __all__ = ["explain", "forward_ffn", "reset"]

@@ -62,6 +62,7 @@ def decide(ffn: Any, inputs: torch.Tensor, layout: Layout, settings: Settings) -
     key = (layout.P, layout.T, layout.D, layout.H, inputs.dtype, inputs.device, torch.is_grad_enabled(), settings)
     if key not in known:
         _refuse_capture(inputs, "the recipe is decided")
+        _require_agreement(ffn, inputs, layout, (layout, inputs.dtype, torch.is_grad_enabled(), settings))
 
         def run(part, candidate):
             part_layout = Layout(layout.P, part.shape[0], layout.T, layout.D, layout.H)
@@ -113,19 +114,32 @@ def _layer(
     layer = compiler.cached_layer(key)
     if layer is None:
         _refuse_capture(inputs, "the layer is compiled")
-        if not same_on_all_ranks(ffn.ep_group, layout.P, inputs.device, (shared, per_tensor)):
-            raise ValueError(f"inputs.shape = {tuple(inputs.shape)}: ranks of the group call with other configurations")
+        _require_agreement(ffn, inputs, layout, (shared, per_tensor))
         layer = compiler.new_layer(key, static)
         error = layer.prepare(*tensors)
         if not all_ranks(ffn.ep_group, layout.P, inputs.device, error is None):
-            compiler.forget_layer(key)
-            return None, tensors, f"compilation failed: {error or 'on another rank'}"
-    return layer, tensors, None
+            layer = compiler.failed(key, f"compilation failed: {error or 'on another rank'}")
+    return (None, tensors, layer) if isinstance(layer, str) else (layer, tensors, None)
+
+
+def _require_agreement(ffn: Any, inputs: torch.Tensor, layout: Layout, configuration: Any) -> None:
+    """Raise on every rank unless all ranks of the group are about to do the same."""
+    if not same_on_all_ranks(ffn.ep_group, layout.P, inputs.device, configuration):
+        raise ValueError(
+            f"inputs.shape = {tuple(inputs.shape)}: must be the same on every rank of the group, as the dtypes, strides, "
+            f"requires_grad and A2A_FFN_* settings; this rank's configuration is {configuration}"
+        )
 
 
 def _refuse_capture(inputs: torch.Tensor, what: str) -> None:
     if inputs.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"{what} at the first call of a configuration: call it once before the CUDA graph capture")
+
+
+def reset() -> None:
+    """Forget every decision and compiled configuration; the next calls decide and compile again, on every rank."""
+    _DECISIONS.clear()
+    compiler.reset()
 
 
 # Inside an outer torch.compile. Dynamo traces these lines; what must not be traced runs at trace time.

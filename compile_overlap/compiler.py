@@ -75,11 +75,11 @@ def _fresh(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
 
 
-_LAYERS: dict[tuple[Any, ...], CompiledLayer] = {}
+_LAYERS: dict[tuple[Any, ...], CompiledLayer | str] = {}
 
 
-def cached_layer(key: tuple[Any, ...]) -> CompiledLayer | None:
-    """The compiled layer of this configuration, if there is one."""
+def cached_layer(key: tuple[Any, ...]) -> CompiledLayer | str | None:
+    """The compiled layer of this configuration, the reason why it could not be compiled, or None if it is new."""
     return _LAYERS.get(key)
 
 
@@ -95,11 +95,12 @@ def new_layer(key: tuple[Any, ...], static: dict[str, Any]) -> CompiledLayer:
     return layer
 
 
-def forget_layer(key: tuple[Any, ...]) -> None:
-    """Drop a configuration that could not be compiled."""
-    _LAYERS.pop(key, None)
+def failed(key: tuple[Any, ...], reason: str) -> str:
+    """Keep that a configuration cannot be compiled, so that it is not tried at every call; returns the reason."""
+    _LAYERS[key] = reason
+    return reason
 
 
 def reset() -> None:
-    """Drop every compiled configuration; the next calls compile again."""
+    """Drop every compiled configuration."""
     _LAYERS.clear()

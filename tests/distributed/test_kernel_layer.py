@@ -99,6 +99,7 @@ def test_corners(tmp_path):
 def _delegations(rank):
     from unittest import mock
 
+    import compile_overlap
     from compile_overlap import compiler
 
     ffn, x = _ffn(rank, 2, (2, 2, 128, 2, FP32, "add"))
@@ -111,6 +112,10 @@ def _delegations(rank):
         real = compiler.compile_fx
         with mock.patch.object(compiler, "compile_fx", side_effect=broken, wraps=None if broken else real):
             results["compilation fails on rank 1"] = torch.equal(ffn(x, overlap="kernel"), expected)
+        results["and is not tried again"] = torch.equal(ffn(x, overlap="kernel"), expected)
+        (reason,) = compiler._LAYERS.values()
+        results["for a reason"] = ("no compiler here" if rank == 1 else "on another rank") in reason
+        compile_overlap.reset()
         results["and works afterwards"] = torch.equal(ffn(x, overlap="kernel"), expected)
         mismatched = torch.cat((x,) * (2 + rank))
         try:
@@ -122,7 +127,7 @@ def _delegations(rank):
 
 def test_delegation_is_agreed_by_the_group(tmp_path):
     for results in run_on_ranks(_delegations, 2, tmp_path):
-        assert results == dict.fromkeys(results, True) and len(results) == 4
+        assert results == dict.fromkeys(results, True) and len(results) == 6
 
 
 def _sub_groups(rank):
