@@ -13,9 +13,9 @@ import passes
 
 from . import compat, compiler, notice, plan, probe
 from .config import Settings
-from .group import all_ranks, overlap_alias, same_on_all_ranks
+from .group import all_ranks, group_name, overlap_alias, same_on_all_ranks
 from .layer import overlapped_ffn
-from .layout import Layout, check_call, parameters_of
+from .layout import Layout, check_call, eps_of, parameters_of
 from .recipes import EAGER_EXACT, INDUCTOR
 
 
@@ -41,6 +41,7 @@ def forward_ffn(ffn: Any, inputs: torch.Tensor, *, comp_only: bool = False) -> t
     if torch.compiler.is_compiling():
         return _inlined(ffn, inputs, layout.P, reason, comp_only)
     settings = Settings.from_environment()
+    inputs = inputs.contiguous()
     if reason is None:
         decision = decide(ffn, inputs, layout, settings)
         reason = decision.reason if decision.recipe is None else None
@@ -77,7 +78,7 @@ def decide(ffn: Any, inputs: torch.Tensor, layout: Layout, settings: Settings) -
         if found is None:
             known[key] = Decision(None, None, "no recipe equals the reference bit for bit")
         else:
-            known[key] = Decision(*found, "equals the reference" if len(probe.candidates(settings)) > 1 else "as set")
+            known[key] = Decision(*found, "equals the reference" if probe.undecided(settings) else "as set")
     return known[key]
 
 
@@ -92,14 +93,10 @@ def _static(
         "group": overlap_alias(ffn.ep_group, sizes) if exchanged else None,
         "recipe": candidate[0],
         "bias": candidate[1],
-        "eps": (_eps(ffn.norm_x), _eps(ffn.norm_gate)),
+        "eps": eps_of(ffn),
         "whole_norm_gradients": plan.whole_norm_gradients(ffn.w1.device.type, settings),
         "comm_scale": getattr(ffn, "comm_scale", 1),
     }
-
-
-def _eps(norm: Any) -> float:
-    return getattr(norm, "eps", 1e-5)
 
 
 def _layer(
@@ -108,7 +105,10 @@ def _layer(
     """(compiled layer, its tensors, None), or a reason why the group cannot compile it."""
     static = _static(ffn, layout, settings, candidate, comp_only)
     tensors = (inputs, *parameters_of(ffn))
-    shared = (layout, tuple(static.items()), inputs.dtype, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    # The group belongs to the key even where nothing is exchanged: whether a rank compiles is agreed over it.
+    group = group_name(ffn.ep_group) if layout.P > 1 else None
+    shared = (layout, group, tuple(static.items()), inputs.dtype, modes)
     per_tensor = tuple((t.requires_grad, t.stride()) for t in tensors)
     key = (shared, per_tensor, inputs.device)
     layer = compiler.cached_layer(key)
@@ -144,11 +144,12 @@ def reset() -> None:
 
 # Inside an outer torch.compile. Dynamo traces these lines; what must not be traced runs at trace time.
 
-_FORMS: dict[type, str] = {}
+_OBSERVED: dict[type, tuple[str, str | None]] = {}
 
 
 def _inlined(ffn: Any, inputs: torch.Tensor, P: int, reason: str | None, comp_only: bool) -> torch.Tensor:
-    comptime(_observe_reference)
+    if reason is None:
+        comptime(_observe_reference)
     tokens, group = ffn.w1.shape[0], None
     if P > 1 and not comp_only:
         group = "" if ffn.ep_group is None else ffn.ep_group.group_name
@@ -163,7 +164,7 @@ def _inlined(ffn: Any, inputs: torch.Tensor, P: int, reason: str | None, comp_on
         group=alias,
         recipe=INDUCTOR,
         bias=bias,
-        eps=(_eps(ffn.norm_x), _eps(ffn.norm_gate)),
+        eps=eps_of(ffn),
         whole_norm_gradients=False,
         comm_scale=getattr(ffn, "comm_scale", 1),
     )
@@ -171,7 +172,8 @@ def _inlined(ffn: Any, inputs: torch.Tensor, P: int, reason: str | None, comp_on
 
 def _observe_reference(context: Any) -> None:
     ffn = compat.comptime_value(context, "ffn")
-    _FORMS[type(ffn)] = probe.observed_bias_form(ffn)
+    form = probe.observed_bias_form(ffn)
+    _OBSERVED[type(ffn)] = form, probe.difference_from_reference(ffn, form)
 
 
 @torch._dynamo.assume_constant_result
@@ -180,6 +182,9 @@ def _at_trace_time(
 ) -> tuple[bool, tuple[int, ...], str | None, str]:
     """(delegated, chunk sizes, group alias, bias form); installs the passes and registers the alias."""
     settings = Settings.from_environment()
+    form = ""
+    if reason is None:
+        form, reason = _OBSERVED[kind]
     if settings.recipe == EAGER_EXACT and reason is None:
         reason = "A2A_FFN_RECIPE=eager_exact inside an outer torch.compile, which rounds as Inductor does"
     if reason is not None:
@@ -191,4 +196,4 @@ def _at_trace_time(
     if group is not None:
         resolved = torch._C._distributed_c10d._resolve_process_group(group) if group else None
         alias = overlap_alias(resolved, sizes)
-    return False, sizes, alias, settings.bias or _FORMS[kind]
+    return False, sizes, alias, settings.bias or form

@@ -13,10 +13,15 @@ from passes import graphs
 from . import compat
 
 
+def group_name(group: Any) -> str:
+    """The registered name of `group`, or of the default group for None."""
+    return (dist.group.WORLD if group is None else group).group_name
+
+
 def overlap_alias(group: Any, sizes: tuple[int, ...]) -> str:
     """The name our exchanges use for `group` (None: the default group); registered so that it resolves."""
     group = dist.group.WORLD if group is None else group
-    name = graphs.alias(group.group_name, sizes)
+    name = graphs.alias(group_name(group), sizes)
     compat.register_group_alias(name, group)
     return name
 

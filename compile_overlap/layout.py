@@ -46,6 +46,7 @@ def require(condition: bool, name: str, value: Any, allowed: str) -> None:
 
 def check_call(ffn: Any, inputs: torch.Tensor) -> Layout:
     """Validate one call and return its layout. No collective runs before it. Raises ValueError."""
+    require(isinstance(ffn, torch.nn.Module), "ffn", type(ffn).__name__, "a torch.nn.Module")
     require(isinstance(inputs, torch.Tensor), "inputs", type(inputs).__name__, "a tensor [B,T,D]")
     require(inputs.dim() == 3, "inputs.shape", tuple(inputs.shape), "[B,T,D]")
     require(inputs.dtype in DTYPES, "inputs.dtype", inputs.dtype, "bfloat16, float16 or float32")
@@ -90,3 +91,8 @@ def parameters_of(ffn: Any) -> tuple[torch.Tensor, ...]:
     """The eight parameters in the order the layer takes them (`PARAMETERS`)."""
     norm_x, norm_gate = ffn.norm_x, ffn.norm_gate
     return (ffn.w1, ffn.b1, ffn.wout, ffn.bout, norm_x.weight, norm_x.bias, norm_gate.weight, norm_gate.bias)
+
+
+def eps_of(ffn: Any) -> tuple[float, float]:
+    """The epsilons of norm_x and norm_gate; a norm that does not say has LayerNorm's default, 1e-5."""
+    return getattr(ffn.norm_x, "eps", 1e-5), getattr(ffn.norm_gate, "eps", 1e-5)

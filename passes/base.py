@@ -67,17 +67,23 @@ class OverlapPass:
 
 
 class Chain:
-    """Runs a hook that was there before ours, then our passes. Its uuid is both's, or None (uncached) if one has none."""
+    """Runs a hook that was there before ours, then our passes.
 
-    def __init__(self, before: Any, passes: tuple[OverlapPass, ...], record: Callable[[PassReport], None]):
-        self.before, self.passes, self.record = before, passes, record
+    `uuid` is what Inductor's caches key on; it must cover the hooks that they leave out of the key (2.6.0 does so for
+    the scheduler's). It is given by the pipeline, which knows all of them.
+    """
+
+    def __init__(
+        self,
+        before: Any,
+        passes: tuple[OverlapPass, ...],
+        record: Callable[[PassReport], None],
+        uuid: Callable[[], Any],
+    ):
+        self.before, self.passes, self.record, self._uuid = before, passes, record, uuid
 
     def uuid(self) -> Any:
-        ours = tuple(p.uuid() for p in self.passes)
-        if self.before is None:
-            return ours
-        theirs = self.before.uuid() if hasattr(self.before, "uuid") else None
-        return None if theirs is None else (theirs, ours)
+        return self._uuid()
 
 
 class GraphChain(Chain, CustomGraphPass):

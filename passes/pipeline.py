@@ -42,10 +42,25 @@ def pass_log() -> tuple[PassReport, ...]:
     return tuple(_LOG)
 
 
+def _uuid() -> Any:
+    """Our passes' uuids and those of other people's hooks that ours run after; None, uncached, if one of them has none.
+
+    The same for every hook, since 2.6.0 leaves the scheduler's out of the cache key.
+    """
+    others = []
+    for hook in _HOOKS:
+        present = getattr(inductor_config, hook)
+        before = present.before if isinstance(present, Chain) else present
+        if before is not None:
+            others.append(before.uuid() if hasattr(before, "uuid") else None)
+    ours = [each.uuid() for _, passes in _HOOKS.values() for each in passes]
+    return None if None in others else (tuple(ours), tuple(others))
+
+
 def _chained(hook: str) -> Any:
     kind, passes = _HOOKS[hook]
     present = getattr(inductor_config, hook)
-    return present if isinstance(present, Chain) else kind(present, passes, _record)
+    return present if isinstance(present, Chain) else kind(present, passes, _record, _uuid)
 
 
 def config_patches() -> dict[str, Any]:

@@ -11,7 +11,7 @@ from compile_overlap import compiler, plan
 from compile_overlap.config import Settings
 from compile_overlap.layout import Layout, check_call
 from compile_overlap.notice import Delegated
-from compile_overlap.probe import candidates, observed_bias_form
+from compile_overlap.probe import candidates, difference_from_reference, observed_bias_form, undecided
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_settings_from_the_environment(monkeypatch):
     monkeypatch.setenv("A2A_FFN_BIAS", "baddbmm")
     settings = Settings.from_environment()
     assert plan.chunk_sizes(32, 2, settings) == (2, 14, 16)
-    assert candidates(settings) == [("inductor", "baddbmm")]
+    assert candidates(None, settings) == [("inductor", "baddbmm")] and not undecided(settings)
     with pytest.raises(ValueError, match="sum is L = 8"):
         plan.chunk_sizes(8, 2, settings)
 
@@ -104,6 +104,24 @@ def test_bad_settings_are_named(monkeypatch, ffn, name, value):
 @pytest.mark.parametrize("compiled_core", [False, True])
 def test_the_reference_s_bias_form_is_observed(bias, compiled_core):
     assert observed_bias_form(ArchiveFFN(4, 16, 2, bias=bias, compile_core=compiled_core)) == bias
+
+
+def test_the_form_the_reference_is_seen_to_use_is_tried_first(ffn):
+    assert candidates(ffn, Settings())[:2] == [("eager_exact", "add"), ("eager_exact", "baddbmm")]
+    assert candidates(ArchiveFFN(4, 16, 2, bias="baddbmm"), Settings(recipe="inductor"))[0] == ("inductor", "baddbmm")
+
+
+def test_another_function_is_not_taken_for_the_reference(ffn):
+    assert difference_from_reference(ffn, "add") is None
+    ffn.norm_x.forward = torch.tanh
+    assert "differs from the layer's by" in difference_from_reference(ffn, "add")
+
+
+def test_an_input_with_nan_does_not_decide_against_the_layer(ffn):
+    inputs = torch.randn(2, 4, 16)
+    inputs[0, 0, 0] = float("nan")
+    with torch.no_grad():
+        assert "recipe     eager_exact, bias form add" in compile_overlap.explain(ffn, inputs)
 
 
 @pytest.mark.parametrize(

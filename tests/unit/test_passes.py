@@ -9,7 +9,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import passes
 from passes import graphs
-from passes.base import ContractError, GraphChain, OverlapPass
+from passes.base import ContractError, GraphChain
 from passes.check_exchanges import CheckExchanges
 from passes.localize_views import LocalizeViews
 from passes.pin_order import PinOrder
@@ -104,40 +104,48 @@ def test_uuid_hashes_source_and_settings():
     assert PinOrder().uuid() != CheckExchanges().uuid()
 
 
-def test_chain_keeps_the_hook_that_was_there():
-    calls = []
+class Theirs:
+    """Somebody else's hook, with or without a uuid."""
 
-    class Theirs:
-        def __init__(self, uuid):
-            self.uuid = (lambda: uuid) if uuid else None
+    def __init__(self, name=None):
+        self.seen = []
+        if name:
+            self.uuid = lambda: name
 
-        def __call__(self, graph):
-            calls.append("theirs")
-
-    class Ours(OverlapPass):
-        def run(self, graph):
-            calls.append("ours")
-            return graph, 1
-
-    records = []
-    chain = GraphChain(Theirs("t1"), (Ours(),), records.append)
-    chain(None)
-    assert calls == ["theirs", "ours"] and records[0].matches == 1
-    assert chain.uuid() != GraphChain(Theirs("t2"), (Ours(),), records.append).uuid()
-    assert GraphChain(lambda graph: None, (Ours(),), records.append).uuid() is None
+    def __call__(self, subject):
+        self.seen.append(subject)
+        return subject
 
 
 def test_install_is_idempotent_and_runs_after_others():
     import torch._inductor.config as config
 
-    seen = []
-    with config.patch(post_grad_custom_post_pass=seen.append):
+    theirs = Theirs()
+    with config.patch(post_grad_custom_post_pass=theirs):
         passes.install()
         installed = config.post_grad_custom_post_pass
         passes.install()
         assert config.post_grad_custom_post_pass is installed and isinstance(installed, GraphChain)
+        before = len(passes.pass_log())
         installed(graph_of())
-    assert len(seen) == 1
+        assert passes.pass_log()[before].name == "check-exchanges"
+    assert len(theirs.seen) == 1
+
+
+def test_the_cache_key_covers_every_pass_and_every_other_hook(monkeypatch):
+    import torch._inductor.config as config
+
+    def key(**hooks):
+        with config.patch(**{"post_grad_custom_post_pass": None, "_pre_fusion_custom_pass": None, **hooks}):
+            passes.install()
+            return config.post_grad_custom_post_pass.uuid()
+
+    plain = key()
+    assert plain == key() and plain is not None
+    assert len({plain, key(_pre_fusion_custom_pass=Theirs("a")), key(_pre_fusion_custom_pass=Theirs("b"))}) == 3
+    assert key(_pre_fusion_custom_pass=Theirs()) is None
+    monkeypatch.setattr(PinOrder, "settings", lambda self: "changed")
+    assert key() != plain
 
 
 def _saved_for_backward(call, x):
