@@ -22,7 +22,8 @@ def chunk_sizes(L: int, P: int, settings: Settings) -> tuple[int, ...]:
     """
     if settings.sizes:
         total = sum(settings.sizes)
-        require(total == L, "A2A_FFN_CHUNKS", settings.sizes, f"sizes whose sum is L = {L}")
+        fits = total == L and min(settings.sizes) >= min(MIN_TOKENS, L)
+        require(fits, "A2A_FFN_CHUNKS", settings.sizes, f"sizes of at least {MIN_TOKENS} tokens whose sum is L = {L}")
         return settings.sizes
     wanted = settings.chunks or (DEFAULT_CHUNKS if P > 1 else 1)
     count = max(1, min(wanted, L // MIN_TOKENS))

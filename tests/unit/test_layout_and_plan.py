@@ -86,8 +86,9 @@ def test_settings_from_the_environment(monkeypatch):
     settings = Settings.from_environment()
     assert plan.chunk_sizes(32, 2, settings) == (2, 14, 16)
     assert candidates(None, settings) == [("inductor", "baddbmm")] and not undecided(settings)
-    with pytest.raises(ValueError, match="sum is L = 8"):
-        plan.chunk_sizes(8, 2, settings)
+    for sizes, L in (((2, 14, 16), 8), ((1, 7), 8)):
+        with pytest.raises(ValueError, match="at least 2 tokens whose sum is L = 8"):
+            plan.chunk_sizes(L, 2, Settings(sizes=sizes))
 
 
 @pytest.mark.parametrize(
