@@ -140,6 +140,7 @@ def _print_result(runtime, result):
     if result["kind"] == "comp-only":
         runtime.print("comp-only: communication removed; not a layer latency")
     else:
-        runtime.print(f"communication: {exchange['exchanges']} exchanges of "
-                      f"{exchange['bytes_per_exchange'] / 2**20:.4g} MiB per rank ({exchange['bytes_sent_per_exchange'] / 2**20:.4g} MiB sent)")
+        payload, sent = exchange["bytes_per_exchange"], exchange["bytes_sent_per_exchange"]
+        padded = f", padded to {sent / 2**20:.4g} MiB" if sent != payload else ""
+        runtime.print(f"communication: {exchange['exchanges']} exchanges of {payload / 2**20:.4g} MiB sent per rank{padded}")
     runtime.print(f"peak memory: {max(result['peak_memory_bytes']) / 2**20:.0f} MiB on the fullest rank")
