@@ -85,7 +85,8 @@ def decide(ffn: Any, inputs: torch.Tensor, layout: Layout, settings: Settings) -
 def _static(
     ffn: Any, layout: Layout, settings: Settings, candidate: probe.Candidate, comp_only: bool
 ) -> dict[str, Any]:
-    sizes = plan.chunk_sizes(layout.L, layout.P, settings)
+    quantum = plan.border_quantum(ffn.w1.device.type, layout.rows, layout.H)
+    sizes = plan.chunk_sizes(layout.L, layout.P, settings, quantum)
     exchanged = layout.P > 1 and not comp_only
     return {
         "sizes": sizes,

@@ -18,7 +18,8 @@ def explain(ffn: Any, inputs: torch.Tensor) -> str:
     """
     layout = check_call(ffn, inputs)
     settings = Settings.from_environment()
-    sizes = plan.chunk_sizes(layout.L, layout.P, settings)
+    quantum = plan.border_quantum(inputs.device.type, layout.rows, layout.H)
+    sizes = plan.chunk_sizes(layout.L, layout.P, settings, quantum)
     reason = plan.unsupported(ffn, inputs)
     decision = None if reason else api.decide(ffn, inputs, layout, settings)
     if decision is not None and decision.recipe is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,12 +14,21 @@ DEFAULT_CHUNKS = 4
 MIN_TOKENS = 2
 
 
-def chunk_sizes(L: int, P: int, settings: Settings) -> tuple[int, ...]:
+def border_quantum(device: str, rows: int, H: int) -> int:
+    """Tokens of which a chunk's border must be a multiple, for [L,rows,H] intermediates; 1 on CUDA.
+
+    ATen's CPU kernels compute the elements left over from whole vector steps (64 in bf16 with AVX-512, fewer otherwise)
+    with scalar functions, whose exp rounds differently: a border inside a step would make such elements of others.
+    """
+    return 1 if device != "cpu" else 64 // math.gcd(64, rows * H)
+
+
+def chunk_sizes(L: int, P: int, settings: Settings, quantum: int = 1) -> tuple[int, ...]:
     """Token counts of the chunks, L in all; one chunk unless asked otherwise at P = 1, where no exchange hides.
 
-    Near-equal, the smaller ones first, since nothing hides the first chunk's dispatch. A chunk has at least two tokens
-    (or all of L): a batched GEMM of one matrix takes another cuBLAS path than the full batch and rounds differently.
-    Raises ValueError where `A2A_FFN_CHUNKS` does not fit L.
+    Near-equal, the smaller ones first, since nothing hides the first chunk's dispatch; borders at multiples of
+    `quantum`. A chunk has at least two tokens (or all of L): a batched GEMM of one matrix takes another cuBLAS path
+    than the full batch and rounds differently. Raises ValueError where `A2A_FFN_CHUNKS` does not fit L.
     """
     if settings.sizes:
         total = sum(settings.sizes)
@@ -26,9 +36,12 @@ def chunk_sizes(L: int, P: int, settings: Settings) -> tuple[int, ...]:
         require(fits, "A2A_FFN_CHUNKS", settings.sizes, f"sizes of at least {MIN_TOKENS} tokens whose sum is L = {L}")
         return settings.sizes
     wanted = settings.chunks or (DEFAULT_CHUNKS if P > 1 else 1)
-    count = max(1, min(wanted, L // MIN_TOKENS))
-    small, larger = divmod(L, count)
-    return (small,) * (count - larger) + (small + 1,) * larger
+    units, rest = divmod(L, quantum)
+    count = max(1, min(wanted, L // MIN_TOKENS, units))
+    small, larger = divmod(units, count)
+    sizes = [quantum * small] * (count - larger) + [quantum * (small + 1)] * larger
+    sizes[-1] += rest
+    return tuple(sizes)
 
 
 def whole_norm_gradients(device: str, settings: Settings) -> bool:

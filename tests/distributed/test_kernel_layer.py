@@ -7,12 +7,15 @@ from archive_double import ArchiveFFN
 from gradients import outputs_and_gradients, unequal
 from ranks import run_on_ranks
 
+from compile_overlap import plan
+from compile_overlap.config import Settings
+
 STRICT = {"A2A_FFN_STRICT": "1"}
 BF16, FP32 = torch.bfloat16, torch.float32
 # (ranks, [(B, L, D, k, dtype, bias form)]): L = 1, uneven chunks and H not divisible by 4 are among them.
 SPREAD = [
     (1, [(3, 5, 130, 3, BF16, "add")]),
-    (2, [(3, 7, 130, 3, FP32, "baddbmm"), (1, 1, 144, 6, BF16, "add")]),
+    (2, [(8, 7, 130, 3, FP32, "baddbmm"), (1, 1, 144, 6, BF16, "add")]),
     (4, [(2, 4, 128, 3, BF16, "add")]),
     (8, [(1, 2, 128, 2, FP32, "add")]),
 ]
@@ -54,7 +57,8 @@ def test_output_and_gradients_equal_the_reference(ranks, cases, tmp_path):
         for case, (equal, differing, pins) in zip(cases, results):
             assert equal, case
             assert differing == [], case
-            chunks = max(1, min(4, case[1] // 2))
+            quantum = plan.border_quantum("cpu", case[0] * ranks, case[2] * case[3])
+            chunks = len(plan.chunk_sizes(case[1], ranks, Settings(), quantum))
             assert pins == ([2 * chunks, 2 * chunks] if ranks > 1 else []), case
 
 

@@ -7,6 +7,8 @@ from gradients import outputs_and_gradients, unequal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from compile_overlap import plan
+from compile_overlap.config import Settings
 from compile_overlap.layer import overlapped_ffn
 from compile_overlap.layout import parameters_of
 from compile_overlap.recipes import ADD, BADDBMM, EAGER_EXACT
@@ -14,27 +16,19 @@ from compile_overlap.recipes import ADD, BADDBMM, EAGER_EXACT
 torch.set_num_threads(1)
 
 
-def _sizes(draw, L):
-    sizes, left = [], L
-    while left >= 4 and draw(st.booleans()):
-        size = draw(st.integers(2, left - 2))
-        sizes.append(size)
-        left -= size
-    return (*sizes, left)
-
-
 @st.composite
 def cases(draw):
-    L = draw(st.integers(1, 9))
-    return {
+    case = {
         "batch": draw(st.integers(1, 9)),
-        "sizes": _sizes(draw, L),
         "dim": draw(st.sampled_from((128, 130, 144, 257))),
         "k": draw(st.sampled_from((2, 3))),
         "dtype": draw(st.sampled_from((torch.float32, torch.bfloat16))),
         "bias": draw(st.sampled_from((ADD, BADDBMM))),
         "seed": draw(st.integers(0, 99)),
     }
+    quantum = plan.border_quantum("cpu", case["batch"], case["dim"] * case["k"])
+    chunks = Settings(chunks=draw(st.integers(1, 5)))
+    return {**case, "sizes": plan.chunk_sizes(draw(st.integers(1, 12)), 1, chunks, quantum)}
 
 
 def _run(case, whole=True):
@@ -53,7 +47,7 @@ def _run(case, whole=True):
     return outputs_and_gradients(ffn, ffn, x, upstream), outputs_and_gradients(chunked, ffn, x, upstream)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(cases())
 def test_output_and_every_gradient_equal_the_reference(case):
     (expected, expected_grads), (got, grads) = _run(case)

@@ -61,11 +61,18 @@ def test_a_group_without_torch_distributed_is_refused(ffn):
         compile_overlap.forward_ffn(ffn, inputs)
 
 
-@given(st.integers(1, 64), st.integers(1, 16))
-def test_chunk_sizes(L, chunks):
-    sizes = plan.chunk_sizes(L, 2, Settings(chunks=chunks))
-    assert sum(sizes) == L and len(sizes) == max(1, min(chunks, L // 2))
-    assert min(sizes) >= min(2, L) and sorted(sizes) == list(sizes) and sizes[-1] - sizes[0] <= 1
+@given(st.integers(1, 64), st.integers(1, 16), st.sampled_from((1, 2, 8, 64)))
+def test_chunk_sizes(L, chunks, quantum):
+    sizes = plan.chunk_sizes(L, 2, Settings(chunks=chunks), quantum)
+    assert sum(sizes) == L and len(sizes) == max(1, min(chunks, L // 2, L // quantum))
+    assert min(sizes) >= min(2, L) and all(size % quantum == 0 for size in sizes[:-1])
+    if quantum == 1:
+        assert sorted(sizes) == list(sizes) and sizes[-1] - sizes[0] <= 1
+
+
+def test_borders_on_cpu_keep_whole_vector_steps():
+    assert plan.border_quantum("cuda", 3, 257) == 1
+    assert plan.border_quantum("cpu", 6, 256) == 1 and plan.border_quantum("cpu", 4, 771) == 16
 
 
 def test_one_rank_has_one_chunk_unless_asked_otherwise():
