@@ -1,5 +1,7 @@
 """The compiled layer on gloo ranks against the archive double's eager reference: bit for bit, gradients included."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,8 +9,11 @@ from archive_double import ArchiveFFN
 from gradients import outputs_and_gradients, unequal
 from ranks import run_on_ranks
 
-from compile_overlap import plan
+from compile_overlap import api, plan
 from compile_overlap.config import Settings
+from compile_overlap.layer import overlapped_ffn
+from compile_overlap.layout import check_call, parameters_of
+from compile_overlap.recipes import EAGER_EXACT
 
 STRICT = {"A2A_FFN_STRICT": "1"}
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -16,8 +21,11 @@ BF16, FP32 = torch.bfloat16, torch.float32
 SPREAD = [
     (1, [(3, 5, 130, 3, BF16, "add")]),
     (2, [(8, 7, 130, 3, FP32, "baddbmm"), (1, 1, 144, 6, BF16, "add")]),
-    (4, [(2, 4, 128, 3, BF16, "add")]),
-    (8, [(1, 2, 128, 2, FP32, "add")]),
+]
+# The same equations without compilation, which many ranks on few cores pay dearly.
+UNCOMPILED = [
+    (4, [(2, 4, 128, 3, BF16, "add"), (3, 6, 144, 2, FP32, "baddbmm"), (1, 1, 130, 3, BF16, "baddbmm")]),
+    (8, [(1, 2, 128, 2, FP32, "add"), (2, 5, 128, 3, BF16, "baddbmm"), (1, 1, 130, 3, FP32, "add")]),
 ]
 
 
@@ -60,6 +68,32 @@ def test_output_and_gradients_equal_the_reference(ranks, cases, tmp_path):
             quantum = plan.border_quantum("cpu", case[0] * ranks, case[2] * case[3])
             chunks = len(plan.chunk_sizes(case[1], ranks, Settings(), quantum))
             assert pins == ([2 * chunks, 2 * chunks] if ranks > 1 else []), case
+
+
+class _Uncompiled(_Spread):
+    def __call__(self, rank):
+        found = []
+        for case in self.cases:
+            ffn, x = _ffn(rank, self.ranks, case)
+            layout = check_call(ffn, x)
+            candidate = EAGER_EXACT, case[5]
+            static = api._static(ffn, layout, Settings(), candidate, comp_only=False)
+            upstream = torch.randn_like(x)
+            expected, wanted = outputs_and_gradients(ffn, ffn, x, upstream)
+            run = functools.partial(_run_layer, ffn, static)
+            got, grads = outputs_and_gradients(run, ffn, x, upstream)
+            found.append((torch.equal(got, expected), unequal(wanted, grads)))
+        return found
+
+
+def _run_layer(ffn, static, inputs):
+    return overlapped_ffn(inputs, *parameters_of(ffn), **static)
+
+
+@pytest.mark.parametrize("ranks, cases", UNCOMPILED, ids=lambda v: f"P{v}" if isinstance(v, int) else "")
+def test_the_equations_equal_the_reference_on_more_ranks(ranks, cases, tmp_path):
+    for results in run_on_ranks(_Uncompiled(ranks, cases), ranks, tmp_path, STRICT):
+        assert results == [(True, [])] * len(cases)
 
 
 def _decisions(rank):
