@@ -5,7 +5,8 @@
 | `all_to_all_single` constrains its input strides | no: we add it    | yes                        |
 | scheduler-pass base class                        | CustomGraphPass  | CustomSchedulerPass (2.13) |
 | `WeakDep` that does not extend lifetimes         | no               | `is_fake=True`             |
-| value behind a comptime variable                 | not public in any version          ||
+
+`comptime_value` is here too: it reads a Dynamo internal that no version makes public.
 """
 
 from __future__ import annotations
