@@ -10,21 +10,26 @@ from archive_double import ArchiveBlock, ArchiveFFN
 from gradients import GATES, outputs_and_gradients, worst_relative
 from ranks import run_on_ranks
 
+from compile_overlap import plan
+from compile_overlap.config import Settings
+
 STRICT = {"A2A_FFN_STRICT": "1"}
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
 class _Block:
-    def __init__(self, dtype, bias, pre, grad):
-        self.dtype, self.bias, self.pre, self.grad = dtype, bias, pre, grad
+    def __init__(self, ranks, dtype, bias, pre, grad, shape=(3, 4, 128, 2)):
+        self.ranks, self.dtype, self.bias, self.pre, self.grad, self.shape = ranks, dtype, bias, pre, grad, shape
 
     def __call__(self, rank):
         import passes
 
         torch.manual_seed(7 + rank)
-        ffn = ArchiveFFN(8, 128, 2, group=dist.group.WORLD, size=2, index=rank, bias=self.bias)
-        block = ArchiveBlock(ffn, 8, 128, pre=self.pre).to(self.dtype)
-        x = torch.randn(3, 8, 128).to(self.dtype)
+        batch, local, dim, k = self.shape
+        tokens = local * self.ranks
+        ffn = ArchiveFFN(tokens, dim, k, group=dist.group.WORLD, size=self.ranks, index=rank, bias=self.bias)
+        block = ArchiveBlock(ffn, tokens, dim, pre=self.pre).to(self.dtype)
+        x = torch.randn(batch, tokens, dim).to(self.dtype)
         none = torch.compile(lambda t: block(t), dynamic=False, fullgraph=True)
         kernel = torch.compile(lambda t: block(t, overlap="kernel"), dynamic=False, fullgraph=True)
         upstream, error = torch.randn_like(x), 0.0
@@ -42,18 +47,25 @@ class _Block:
         return torch.equal(got, expected), error, ran
 
 
-@pytest.mark.parametrize(
-    "case",
-    [(BF16, "add", True, True), (BF16, "baddbmm", False, False)],
-    ids=["bf16-add-pre-grad", "bf16-baddbmm-post"],
-)
-def test_block_equals_the_compiled_reference(case, tmp_path):
-    grad = case[3]
-    expected = [("check-exchanges", 4), ("pin-order", 4)] * (2 if grad else 1)
-    for equal, error, ran in run_on_ranks(_Block(*case), 2, tmp_path, STRICT):
+# P=4 and P=8 compile two blocks in each of their processes: minutes on two cores.
+SPREAD = [
+    pytest.param(_Block(2, BF16, "add", True, True), id="P2-bf16-add-pre-grad"),
+    pytest.param(_Block(2, BF16, "baddbmm", False, False), id="P2-bf16-baddbmm-post"),
+    pytest.param(_Block(4, BF16, "add", True, True), id="P4-bf16-add-pre-grad", marks=pytest.mark.slow),
+    pytest.param(_Block(4, FP32, "baddbmm", False, True, (2, 5, 140, 3)), id="P4-fp32", marks=pytest.mark.slow),
+    pytest.param(_Block(8, BF16, "baddbmm", False, False, (1, 4, 160, 3)), id="P8-bf16", marks=pytest.mark.slow),
+    pytest.param(_Block(8, FP32, "add", True, True, (2, 4, 128, 2)), id="P8-fp32-grad", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("block", SPREAD)
+def test_block_equals_the_compiled_reference(block, tmp_path):
+    chunks = len(plan.chunk_sizes(block.shape[1], block.ranks, Settings()))
+    expected = [("check-exchanges", 2 * chunks), ("pin-order", 2 * chunks)] * (2 if block.grad else 1)
+    for equal, error, ran in run_on_ranks(block, block.ranks, tmp_path, STRICT):
         assert equal
-        assert error <= GATES[case[0]]
-        assert ran == [("localize-views", 8 if grad else 4), *expected]
+        assert error <= GATES[block.dtype]
+        assert ran == [("localize-views", (4 if block.grad else 2) * chunks), *expected]
 
 
 def _compiled_core(rank):
