@@ -11,12 +11,13 @@ from torch._dynamo.comptime import comptime
 
 import passes
 
-from . import compat, compiler, notice, plan, probe
+from . import compat, compiler, measure, notice, plan, probe
 from .config import Settings
 from .group import all_ranks, group_name, overlap_alias, same_on_all_ranks
 from .layer import overlapped_ffn
 from .layout import Layout, check_call, eps_of, parameters_of
 from .recipes import EAGER_EXACT, INDUCTOR
+from .schedule import Plan
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def forward_ffn(ffn: Any, inputs: torch.Tensor, *, comp_only: bool = False) -> t
     layout = check_call(ffn, inputs)
     reason = plan.unsupported(ffn, inputs)
     if torch.compiler.is_compiling():
-        return _inlined(ffn, inputs, layout.P, reason, comp_only)
+        return _inlined(ffn, inputs, layout, reason, comp_only)
     settings = Settings.from_environment()
     inputs = inputs.contiguous()
     if reason is None:
@@ -82,16 +83,22 @@ def decide(ffn: Any, inputs: torch.Tensor, layout: Layout, settings: Settings) -
     return known[key]
 
 
+def plan_for(ffn: Any, layout: Layout, settings: Settings) -> Plan:
+    """The plan of this layer; a group's first plan measures it, so that all its ranks must ask for one together."""
+    w1 = ffn.w1
+    costs = settings.costs or measure.costs_of(ffn.ep_group, layout.P, w1.device, w1.dtype)
+    return plan.make_plan(layout, w1.element_size(), w1.device.type, settings, costs)
+
+
 def _static(
     ffn: Any, layout: Layout, settings: Settings, candidate: probe.Candidate, comp_only: bool
 ) -> dict[str, Any]:
-    quantum = plan.border_quantum(ffn.w1.device.type, layout.rows, layout.H)
-    sizes = plan.chunk_sizes(layout.L, layout.P, settings, quantum)
+    chosen = plan_for(ffn, layout, settings)
     exchanged = layout.P > 1 and not comp_only
     return {
-        "sizes": sizes,
+        "sizes": chosen.sizes,
         "P": layout.P,
-        "group": overlap_alias(ffn.ep_group, sizes) if exchanged else None,
+        "group": overlap_alias(ffn.ep_group, chosen) if exchanged else None,
         "recipe": candidate[0],
         "bias": candidate[1],
         "eps": eps_of(ffn),
@@ -148,13 +155,14 @@ def reset() -> None:
 _OBSERVED: dict[type, tuple[str, str | None]] = {}
 
 
-def _inlined(ffn: Any, inputs: torch.Tensor, P: int, reason: str | None, comp_only: bool) -> torch.Tensor:
+def _inlined(ffn: Any, inputs: torch.Tensor, layout: Layout, reason: str | None, comp_only: bool) -> torch.Tensor:
+    P = layout.P
     if reason is None:
         comptime(_observe_reference)
-    tokens, group = ffn.w1.shape[0], None
-    if P > 1 and not comp_only:
-        group = "" if ffn.ep_group is None else ffn.ep_group.group_name
-    delegated, sizes, alias, bias = _at_trace_time(type(ffn), tokens, P, group, reason, ffn.ep_index)
+    group = "" if ffn.ep_group is None else ffn.ep_group.group_name
+    delegated, sizes, alias, bias = _at_trace_time(
+        type(ffn), P, layout.B, layout.T, layout.D, layout.H, ffn.w1.dtype, ffn.w1.device, group, P > 1 and not comp_only, reason, ffn.ep_index
+    )
     if delegated:
         return ffn.forward(inputs, overlap="none", comp_only=comp_only)
     return overlapped_ffn(
@@ -179,9 +187,23 @@ def _observe_reference(context: Any) -> None:
 
 @torch._dynamo.assume_constant_result
 def _at_trace_time(
-    kind: type, tokens: int, P: int, group: str | None, reason: str | None, rank: int
+    kind: type,
+    P: int,
+    B: int,
+    T: int,
+    D: int,
+    H: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: str,
+    exchanged: bool,
+    reason: str | None,
+    rank: int,
 ) -> tuple[bool, tuple[int, ...], str | None, str]:
-    """(delegated, chunk sizes, group alias, bias form); installs the passes and registers the alias."""
+    """(delegated, chunk sizes, group alias, bias form); installs the passes and registers the alias.
+
+    `group` is a registered name, or empty for the default group.
+    """
     settings = Settings.from_environment()
     form = ""
     if reason is None:
@@ -192,9 +214,9 @@ def _at_trace_time(
         notice.delegate(reason, strict=settings.strict, rank=rank)
         return True, (), None, ""
     passes.install()
-    sizes = plan.chunk_sizes(tokens, P, settings)
-    alias = None
-    if group is not None:
-        resolved = torch._C._distributed_c10d._resolve_process_group(group) if group else None
-        alias = overlap_alias(resolved, sizes)
-    return False, sizes, alias, settings.bias or form
+    layout = Layout(P, B, T, D, H)
+    resolved = torch._C._distributed_c10d._resolve_process_group(group) if group else None
+    costs = settings.costs or measure.costs_of(resolved, layout.P, device, dtype)
+    chosen = plan.make_plan(layout, dtype.itemsize, device.type, settings, costs)
+    alias = overlap_alias(resolved, chosen) if exchanged else None
+    return False, chosen.sizes, alias, settings.bias or form

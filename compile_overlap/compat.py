@@ -5,6 +5,7 @@
 | `all_to_all_single` constrains its input strides | no: we add it    | yes                        |
 | scheduler-pass base class                        | CustomGraphPass  | CustomSchedulerPass (2.13) |
 | `WeakDep` that does not extend lifetimes         | no               | `is_fake=True`             |
+| `GraphLowering.save_output_code` when unused     | a no-op          | None (2.13)                |
 
 `comptime_value` is here too: it reads a Dynamo internal that no version makes public.
 """
@@ -12,9 +13,10 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, Callable
 
 import torch
+from torch._functorch.aot_autograd import get_aot_graph_name
 from torch._inductor import custom_graph_pass
 from torch._inductor.dependencies import WeakDep
 
@@ -71,3 +73,45 @@ def register_group_alias(alias: str, group: torch.distributed.ProcessGroup) -> N
     if known is not None:
         c10d._unregister_process_group(alias)
     c10d._register_process_group(alias, group)
+
+
+def is_backward_graph() -> bool:
+    """Whether the graph that is being compiled is a backward one."""
+    return "backward" in get_aot_graph_name()
+
+
+def written_arguments(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """The arguments that a node's operator writes to, by its schema; all of them for a mutating Triton kernel."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return node.all_input_nodes if "mutation" in getattr(node.target, "__name__", "") else []
+    if not schema.is_mutable:
+        return []
+    named = dict(zip((argument.name for argument in schema.arguments), node.args)) | dict(node.kwargs)
+    written = []
+    for argument in schema.arguments:
+        value = named.get(argument.name)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written += value if isinstance(value, (list, tuple)) else [value]
+    return [value for value in written if isinstance(value, torch.fx.Node)]
+
+
+def graph_meta(key: str) -> Any:
+    """What a pass left under `key` in the metadata of the FX module that Inductor is lowering; None if nothing."""
+    from torch._inductor.virtualized import V
+
+    return V.graph.module.meta.get(key)
+
+
+def watch_wrappers(watch: Callable[[str], None]) -> None:
+    """Call `watch` with the source of every wrapper that Inductor generates in this process, after other watchers."""
+    from torch._inductor.graph import GraphLowering
+
+    before = GraphLowering.save_output_code
+
+    def chained(code: str) -> None:
+        if before is not None:
+            before(code)
+        watch(code)
+
+    GraphLowering.save_output_code = staticmethod(chained)

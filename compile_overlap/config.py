@@ -6,7 +6,10 @@
 | `A2A_FFN_RECIPE`   | `eager_exact`, `inductor`              | numeric recipe (default: the one that equals `none`)   |
 | `A2A_FFN_BIAS`     | `add`, `baddbmm`                       | bias form (default: the one that equals `none`)        |
 | `A2A_FFN_NORM_GRADIENTS` | `whole`, `chunks`             | one exact reduction, or fp32 sums of the chunks'       |
-| `A2A_FFN_STRICT`   | `1`                                    | an error instead of delegating to the reference        |
+| `A2A_FFN_IN_FLIGHT` | a count                               | chunks dispatched beyond the one computed (default: by simulation, or 2) |
+| `A2A_FFN_COSTS`    | `us,GB/s,TFLOP/s`                      | latency, link and GEMM rate to plan with (default: measured on NCCL groups) |
+| `A2A_FFN_DISABLE_PASSES` | names, or `all`                  | passes to switch off, for ablation                     |
+| `A2A_FFN_STRICT`   | `1`                                    | an error instead of delegating, or of a wrapper that leaves the schedule |
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import os
 from dataclasses import dataclass
 
 from .layout import require
+from .measure import Costs
 from .recipes import BIAS_FORMS, RECIPES
 
 
@@ -27,6 +31,9 @@ class Settings:
     recipe: str | None = None
     bias: str | None = None
     norm_gradients: str | None = None
+    in_flight: int | None = None
+    costs: Costs | None = None
+    disabled_passes: tuple[str, ...] = ()
     strict: bool = False
 
     @classmethod
@@ -39,6 +46,9 @@ class Settings:
             recipe=_one_of("A2A_FFN_RECIPE", RECIPES),
             bias=_one_of("A2A_FFN_BIAS", BIAS_FORMS),
             norm_gradients=_one_of("A2A_FFN_NORM_GRADIENTS", ("whole", "chunks")),
+            in_flight=_count("A2A_FFN_IN_FLIGHT"),
+            costs=_costs("A2A_FFN_COSTS"),
+            disabled_passes=_passes("A2A_FFN_DISABLE_PASSES"),
             strict=_one_of("A2A_FFN_STRICT", ("0", "1")) == "1",
         )
 
@@ -57,3 +67,30 @@ def _chunks(text: str) -> tuple[int | None, tuple[int, ...]]:
     require(fits, "A2A_FFN_CHUNKS", text, "a positive count, or positive sizes separated by commas")
     numbers = tuple(int(part) for part in parts)
     return (numbers[0], ()) if len(numbers) == 1 else (None, numbers)
+
+
+def _count(name: str) -> int | None:
+    text = os.environ.get(name) or None
+    require(text is None or (text.isdigit() and int(text) >= 1), name, text, "a positive count")
+    return None if text is None else int(text)
+
+
+def _costs(name: str) -> Costs | None:
+    text = os.environ.get(name) or None
+    if text is None:
+        return None
+    try:
+        latency_us, link_gb, gemm_tera = (float(part) for part in text.split(","))
+    except ValueError:
+        latency_us = link_gb = gemm_tera = 0.0
+    require(min(latency_us, link_gb, gemm_tera) > 0, name, text, "three positive numbers: us, GB/s, TFLOP/s")
+    return Costs(latency_us * 1e-6, link_gb * 1e9, gemm_tera * 1e12)
+
+
+def _passes(name: str) -> tuple[str, ...]:
+    from passes import PASS_NAMES
+
+    text = os.environ.get(name) or ""
+    names = PASS_NAMES if text == "all" else tuple(sorted(part.strip() for part in text.split(",") if part.strip()))
+    require(set(names) <= set(PASS_NAMES), name, text, f"all, or names of {', '.join(PASS_NAMES)}")
+    return names

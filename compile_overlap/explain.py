@@ -8,7 +8,8 @@ import torch
 
 from . import api, plan
 from .config import Settings
-from .layout import check_call
+from .layout import Layout, check_call
+from .schedule import FORWARD, START, Plan, Work, build
 
 
 def explain(ffn: Any, inputs: torch.Tensor) -> str:
@@ -18,17 +19,18 @@ def explain(ffn: Any, inputs: torch.Tensor) -> str:
     """
     layout = check_call(ffn, inputs)
     settings = Settings.from_environment()
-    quantum = plan.border_quantum(inputs.device.type, layout.rows, layout.H)
-    sizes = plan.chunk_sizes(layout.L, layout.P, settings, quantum)
     reason = plan.unsupported(ffn, inputs)
     decision = None if reason else api.decide(ffn, inputs, layout, settings)
     if decision is not None and decision.recipe is None:
         reason = decision.reason
+    chosen = api.plan_for(ffn, layout, settings)
+    sizes = chosen.sizes
     sent = layout.exchange_bytes(inputs.element_size())
     lines = [
         f"layout     P={layout.P} B={layout.B} T={layout.T} D={layout.D} H={layout.H} L={layout.L}, {inputs.dtype}, "
         f"{inputs.device.type}, grad {'on' if torch.is_grad_enabled() else 'off'}",
         f"chunks     {len(sizes)} along L, of {', '.join(map(str, sizes))} tokens",
+        f"schedule   {_schedule(chosen, layout, sent)}",
         f"exchange   {_size(sent)} sent per rank in each dispatch and each combine",
         f"transport  {_transport(layout.P, inputs)}",
     ]
@@ -38,6 +40,16 @@ def explain(ffn: Any, inputs: torch.Tensor) -> str:
         lines.append(f"recipe     {decision.recipe}, bias form {decision.bias} ({decision.reason})")
     lines.append("compiled   inside an outer torch.compile the recipe is inductor, with the bias form of the reference")
     return "\n".join(lines)
+
+
+def _schedule(chosen: Plan, layout: Layout, sent: int) -> str:
+    if layout.P == 1:
+        return "nothing to overlap"
+    forward = build(FORWARD, chosen, (Work(2),) * len(chosen.sizes))
+    order = " ".join(forward.label(step) for step in forward.steps if step.kind == START)
+    in_flight = _size(2 * sent * forward.in_flight() // layout.L)
+    off = f"; off: {', '.join(chosen.disabled)}" if chosen.disabled else ""
+    return f"exchanges start in the order {order}; at most {in_flight} of dispatches in flight{off}"
 
 
 def _size(count: int) -> str:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from passes import graphs
 
 from . import compat
+from .schedule import Plan
 
 
 def group_name(group: Any) -> str:
@@ -18,10 +19,10 @@ def group_name(group: Any) -> str:
     return (dist.group.WORLD if group is None else group).group_name
 
 
-def overlap_alias(group: Any, sizes: tuple[int, ...]) -> str:
+def overlap_alias(group: Any, plan: Plan) -> str:
     """The name our exchanges use for `group` (None: the default group); registered so that it resolves."""
     group = dist.group.WORLD if group is None else group
-    name = graphs.alias(group_name(group), sizes)
+    name = graphs.alias(group_name(group), plan)
     compat.register_group_alias(name, group)
     return name
 

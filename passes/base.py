@@ -1,7 +1,10 @@
 """What every pass is: a name, a contract, a uuid that hashes its source, and a record of what it did.
 
-Inductor's caches key compiled code on a pass's `uuid()`: it covers the pass's source, this file and `graphs`, and the
-settings of the pass. It never covers a rank.
+Inductor's caches key compiled code on a pass's `uuid()`: it covers the sources of all passes and of the schedule they
+follow, and the settings of the pass. It never covers a rank.
+
+What a pass did is logged (`TORCH_LOGS=+passes`), is an artifact of the structured trace (`TORCH_TRACE`, read with
+tlparse), and is shown to `OBSERVERS`.
 """
 
 from __future__ import annotations
@@ -14,6 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable
 
+import torch
+
+from compile_overlap import schedule
 from compile_overlap.compat import CustomGraphPass, CustomSchedulerPass
 
 log = logging.getLogger(__name__)
@@ -25,11 +31,31 @@ class ContractError(RuntimeError):
 
 @dataclass(frozen=True)
 class PassReport:
-    """What one run of one pass found and did; `graph` says forward, backward or inference where that is known."""
+    """What one run of one pass found and did: matches, time, and the number of operators before and after it."""
 
     name: str
     matches: int
     seconds: float
+    before: int
+    after: int
+
+
+# Called as observer(pass name, "before" or "after", FX graph or scheduler nodes) around each run of each pass.
+OBSERVERS: list[Callable[[str, str, Any], None]] = []
+
+
+def artifact(name: str, text: str) -> None:
+    """Log a text, and leave it in the structured trace of the compilation."""
+    log.debug("%s:\n%s", name, text)
+    torch._logging.trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": f"compile_overlap_{name}", "encoding": "string"},
+        payload_fn=lambda: text,
+    )
+
+
+def _size(subject: Any) -> int:
+    return len(subject.nodes if isinstance(subject, torch.fx.Graph) else subject)
 
 
 class OverlapPass:
@@ -49,19 +75,23 @@ class OverlapPass:
         return ""
 
     def uuid(self) -> str:
-        files = (inspect.getfile(type(self)), __file__, str(Path(__file__).with_name("graphs.py")))
         digest = hashlib.sha256(self.settings().encode())
-        for file in files:
-            digest.update(Path(file).read_bytes())
+        shared = sorted(Path(__file__).parent.glob("*.py"))
+        for file in (*shared, Path(inspect.getfile(type(self))), Path(schedule.__file__)):
+            digest.update(file.read_bytes())
         return f"{self.name}:{digest.hexdigest()}"
 
     def apply(self, subject: Any, record: Callable[[PassReport], None]) -> Any:
         """Run the pass, time it, record what it matched, and return its result."""
-        begin = time.perf_counter()
+        for observer in OBSERVERS:
+            observer(self.name, "before", subject)
+        begin, before = time.perf_counter(), _size(subject)
         result, matches = self.run(subject)
-        report = PassReport(self.name, matches, time.perf_counter() - begin)
+        report = PassReport(self.name, matches, time.perf_counter() - begin, before, _size(result))
+        for observer in OBSERVERS:
+            observer(self.name, "after", result)
         if matches:
-            log.debug("%s: %d matches, %.1f ms", report.name, report.matches, 1e3 * report.seconds)
+            artifact(self.name, str(report))
             record(report)
         return result
 

@@ -14,41 +14,24 @@ Why      The min-cut partitioner bans recomputation by distance in graph order (
 
 from __future__ import annotations
 
-import operator
-
 import torch
 
 from . import graphs
 from .base import OverlapPass
-
-aten = torch.ops.aten
-_VIEWS = {
-    operator.getitem,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    aten.slice.Tensor,
-    aten.select.int,
-    aten.unsqueeze.default,
-    aten.permute.default,
-    aten.transpose.int,
-    aten.view.default,
-    aten.expand.default,
-    aten.alias.default,
-}
 
 
 class LocalizeViews(OverlapPass):
     name = "localize-views"
 
     def run(self, graph: torch.fx.Graph):
-        exchanges = len(graphs.starts(graph))
+        exchanges = len(graphs.starts(graph, unless_disabled=self.name))
         if not exchanges:
             return graph, 0
         pure = set()
         for node in graph.nodes:
             sources = node.all_input_nodes
             if node.op == "placeholder" or (
-                node.op == "call_function" and node.target in _VIEWS and all(source in pure for source in sources)
+                node.op == "call_function" and node.target in graphs.VIEWS and all(source in pure for source in sources)
             ):
                 pure.add(node)
         order = {node: index for index, node in enumerate(graph.nodes)}

@@ -1,15 +1,17 @@
-"""Pin: the order of the FX graph's extern calls survives Inductor's fusion, memory reordering and scheduling.
+"""Pin: the order of the FX graph survives Inductor's fusion, memory reordering and scheduling.
 
 Contract
     in      the scheduler's nodes before fusion, in FX order
     out     the same nodes; where they hold an exchange of ours, each extern node (collective, wait, GEMM, opaque
-            operator) depends on the extern node before it. Fused kernels stay free to move and fuse between two
-            extern nodes, but not across chunks: an epilogue reads its GEMM and feeds the next one.
+            operator) depends on the extern node before it and on the computations in between. A fused kernel may
+            gather what stands between two extern nodes, and what could stand there; it never spans two chunks, since
+            one chunk's epilogue is needed by a GEMM that the other chunk's epilogue comes after.
     raises  `ContractError` when an exchange of ours is not an extern node
 
 Why      The chunks' epilogues share the norm weights, so Inductor would fuse them into one kernel and pull every GEMM
-         before it. On 2.6.0 that even gives invalid code: ancestors are computed before the dependencies between
-         collectives are added, so fusion misses a cycle; they are computed again here.
+         before it. What is fused is decided on ancestors, which 2.6.0 computes before it adds the dependencies between
+         collectives, so that it misses cycles and generates invalid code; they are computed again here, also for
+         layers that switch the pass off.
 """
 
 from __future__ import annotations
@@ -26,18 +28,29 @@ class PinOrder(OverlapPass):
     name = "pin-order"
 
     def run(self, nodes: list):
-        ours = [node for node in nodes if graphs.is_our_collective(node)]
+        plans = {node: graphs.scheduler_plan(node) for node in nodes}
+        ours = [node for node, plan in plans.items() if plan is not None]
         if not ours:
             return nodes, 0
         strays = [node.get_name() for node in ours if not isinstance(node, ExternKernelSchedulerNode)]
         if strays:
             raise ContractError(f"exchanges that are not extern nodes: {strays}")
-        chained = [node for node in nodes if isinstance(node, ExternKernelSchedulerNode)]
-        for before, node in zip(chained, chained[1:]):
-            mutating = next(iter(node.get_buffer_names()))
-            for name in before.get_buffer_names():
-                node.add_fake_dep(order_dep(name, mutating))
+        pinned = [node for node in ours if self.name not in plans[node].disabled]
+        if pinned:
+            _chain(nodes)
         scheduler = nodes[0].scheduler
         scheduler.nodes = nodes
         scheduler.compute_ancestors()
-        return nodes, len(ours)
+        return nodes, len(pinned)
+
+
+def _chain(nodes: list) -> None:
+    """Each extern node after the one before it and after all computations between the two."""
+    since: list = []
+    for node in nodes:
+        if isinstance(node, ExternKernelSchedulerNode):
+            mutating = next(iter(node.get_buffer_names()))
+            for name in (name for before in since for name in before.get_buffer_names()):
+                node.add_fake_dep(order_dep(name, mutating))
+            since = []
+        since.append(node)

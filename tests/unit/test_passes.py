@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import passes
+from compile_overlap.schedule import Plan
 from passes import graphs
 from passes.base import ContractError, GraphChain
 from passes.check_exchanges import CheckExchanges
@@ -16,7 +17,8 @@ from passes.pin_order import PinOrder
 
 START = torch.ops._c10d_functional.all_to_all_single.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
-NAME = graphs.alias("0", (2, 2))
+PLAN = Plan((2, 2))
+NAME = graphs.alias("0", PLAN)
 
 
 @pytest.fixture
@@ -29,18 +31,19 @@ def fake_group():
 def graph_of(exchanges=2, waits=1, view_between=False, splits=(4, 4), name=NAME):
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(8, 2, 3)
     outs = []
     for _ in range(exchanges):
         start = graph.call_function(START, (x, list(splits), list(splits), name))
         waited = graph.call_function(torch.ops.aten.view.default, (start, [-1])) if view_between else start
         outs += [graph.call_function(WAIT, (waited,)) for _ in range(waits)]
     graph.output(tuple(outs))
-    return graph
+    return torch.fx.GraphModule(torch.nn.Module(), graph).graph
 
 
-def test_alias_carries_the_chunk_sizes():
-    assert graphs.chunk_sizes(NAME) == (2, 2)
-    assert graphs.chunk_sizes("0") is None and graphs.chunk_sizes(7) is None
+def test_alias_carries_the_plan():
+    assert graphs.plan_of(NAME) == PLAN
+    assert graphs.plan_of("0") is None and graphs.plan_of(7) is None
 
 
 def test_check_counts_our_exchanges_and_ignores_others():
@@ -128,7 +131,7 @@ def test_install_is_idempotent_and_runs_after_others():
         assert config.post_grad_custom_post_pass is installed and isinstance(installed, GraphChain)
         before = len(passes.pass_log())
         installed(graph_of())
-        assert passes.pass_log()[before].name == "check-exchanges"
+        assert [report.name for report in passes.pass_log()[before:]] == ["check-exchanges", "reorder"]
     assert len(theirs.seen) == 1
 
 
