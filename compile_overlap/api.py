@@ -87,7 +87,7 @@ def plan_for(ffn: Any, layout: Layout, settings: Settings) -> Plan:
     """The plan of this layer; a group's first plan measures it, so that all its ranks must ask for one together."""
     w1 = ffn.w1
     costs = settings.costs or measure.costs_of(ffn.ep_group, layout.P, w1.device, w1.dtype)
-    return plan.make_plan(layout, w1.element_size(), w1.device.type, settings, costs)
+    return plan.make_plan(layout, w1.element_size(), w1.device.type, torch.is_grad_enabled(), settings, costs)
 
 
 def _static(
@@ -161,8 +161,9 @@ def _inlined(ffn: Any, inputs: torch.Tensor, layout: Layout, reason: str | None,
         comptime(_observe_reference)
     group = "" if ffn.ep_group is None else ffn.ep_group.group_name
     delegated, sizes, alias, bias = _at_trace_time(
-        type(ffn), P, layout.B, layout.T, layout.D, layout.H, ffn.w1.dtype, ffn.w1.device, group, P > 1 and not comp_only, reason, ffn.ep_index
-    )
+        type(ffn), P, layout.B, layout.T, layout.D, layout.H, ffn.w1.dtype, ffn.w1.device, group, P > 1 and not comp_only, torch.is_grad_enabled(),
+        reason, ffn.ep_index,
+    )  # fmt: skip
     if delegated:
         return ffn.forward(inputs, overlap="none", comp_only=comp_only)
     return overlapped_ffn(
@@ -197,6 +198,7 @@ def _at_trace_time(
     device: torch.device,
     group: str,
     exchanged: bool,
+    training: bool,
     reason: str | None,
     rank: int,
 ) -> tuple[bool, tuple[int, ...], str | None, str]:
@@ -217,6 +219,6 @@ def _at_trace_time(
     layout = Layout(P, B, T, D, H)
     resolved = torch._C._distributed_c10d._resolve_process_group(group) if group else None
     costs = settings.costs or measure.costs_of(resolved, layout.P, device, dtype)
-    chosen = plan.make_plan(layout, dtype.itemsize, device.type, settings, costs)
+    chosen = plan.make_plan(layout, dtype.itemsize, device.type, training, settings, costs)
     alias = overlap_alias(resolved, chosen) if exchanged else None
     return False, chosen.sizes, alias, settings.bias or form

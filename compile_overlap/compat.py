@@ -97,10 +97,14 @@ def written_arguments(node: torch.fx.Node) -> list[torch.fx.Node]:
 
 
 def graph_meta(key: str) -> Any:
-    """What a pass left under `key` in the metadata of the FX module that Inductor is lowering; None if nothing."""
+    """What a pass left under `key` in the metadata of the FX module that Inductor is lowering; None if nothing.
+
+    Nothing is being lowered where the code comes from a cache.
+    """
     from torch._inductor.virtualized import V
 
-    return V.graph.module.meta.get(key)
+    module = getattr(V.graph, "module", None)
+    return None if module is None else module.meta.get(key)
 
 
 def watch_wrappers(watch: Callable[[str], None]) -> None:

@@ -6,7 +6,8 @@
 | `A2A_FFN_RECIPE`   | `eager_exact`, `inductor`              | numeric recipe (default: the one that equals `none`)   |
 | `A2A_FFN_BIAS`     | `add`, `baddbmm`                       | bias form (default: the one that equals `none`)        |
 | `A2A_FFN_NORM_GRADIENTS` | `whole`, `chunks`             | one exact reduction, or fp32 sums of the chunks'       |
-| `A2A_FFN_IN_FLIGHT` | a count                               | chunks dispatched beyond the one computed (default: by simulation, or 2) |
+| `A2A_FFN_IN_FLIGHT` | a count                               | chunks dispatched beyond the one computed (default: 3) |
+| `A2A_FFN_RESERVED_SMS` | a count                            | SMs that GEMMs leave to the exchanges (default: by the link) |
 | `A2A_FFN_COSTS`    | `us,GB/s,TFLOP/s`                      | latency, link and GEMM rate to plan with (default: measured on NCCL groups) |
 | `A2A_FFN_DISABLE_PASSES` | names, or `all`                  | passes to switch off, for ablation                     |
 | `A2A_FFN_STRICT`   | `1`                                    | an error instead of delegating, or of a wrapper that leaves the schedule |
@@ -32,6 +33,7 @@ class Settings:
     bias: str | None = None
     norm_gradients: str | None = None
     in_flight: int | None = None
+    reserved_sms: int | None = None
     costs: Costs | None = None
     disabled_passes: tuple[str, ...] = ()
     strict: bool = False
@@ -46,7 +48,8 @@ class Settings:
             recipe=_one_of("A2A_FFN_RECIPE", RECIPES),
             bias=_one_of("A2A_FFN_BIAS", BIAS_FORMS),
             norm_gradients=_one_of("A2A_FFN_NORM_GRADIENTS", ("whole", "chunks")),
-            in_flight=_count("A2A_FFN_IN_FLIGHT"),
+            in_flight=_count("A2A_FFN_IN_FLIGHT", 1),
+            reserved_sms=_count("A2A_FFN_RESERVED_SMS", 0),
             costs=_costs("A2A_FFN_COSTS"),
             disabled_passes=_passes("A2A_FFN_DISABLE_PASSES"),
             strict=_one_of("A2A_FFN_STRICT", ("0", "1")) == "1",
@@ -69,9 +72,9 @@ def _chunks(text: str) -> tuple[int | None, tuple[int, ...]]:
     return (numbers[0], ()) if len(numbers) == 1 else (None, numbers)
 
 
-def _count(name: str) -> int | None:
+def _count(name: str, least: int) -> int | None:
     text = os.environ.get(name) or None
-    require(text is None or (text.isdigit() and int(text) >= 1), name, text, "a positive count")
+    require(text is None or (text.isdigit() and int(text) >= least), name, text, f"a count of at least {least}")
     return None if text is None else int(text)
 
 

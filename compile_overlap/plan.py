@@ -12,18 +12,26 @@ import torch
 from .config import Settings
 from .layout import Layout, require
 from .measure import Costs
-from .schedule import FORWARD, Plan, Work, build
+from .schedule import BACKWARD, FORWARD, Plan, Work, build
 
 DEFAULT_CHUNKS = 4
-CANDIDATE_CHUNKS = (1, 2, 3, 4, 6, 8)
+CANDIDATE_CHUNKS = (1, 2, 4, 8)
 MIN_TOKENS = 2
-MAX_RATIO_LOG2 = 6
-# Epilogue and copies beside the GEMMs: 4.1 ms for 2.7 ms of GEMMs at the default workload on an H200.
-COMPUTE_PER_GEMM = 1.5
-# What each chunk beyond the first costs: launches, tails of its kernels, GEMMs that fill the device less well.
-CHUNK_OVERHEAD_S = 1e-4
-# NCCL's kernels take SMs from the GEMMs that they run beside: 0.19 ms of GEMM time for 160 MiB moved over NVLink.
-CONTENTION_S_PER_BYTE = 1.2e-12
+# Epilogue and copies beside the GEMMs, and larger GEMMs than the one that is measured: 4.1 ms of computation at the
+# default workload on an H200, where the measured rate gives 3.4 ms for the GEMMs.
+COMPUTE_PER_GEMM = 1.2
+# What each chunk beyond the first costs the device: kernels' tails, GEMMs that fill it less well; and, as a share of
+# one whole exchange, ranks that wait for each other.
+CHUNK_OVERHEAD_S = {FORWARD: 2e-5, BACKWARD: 2.5e-4}
+CHUNK_OVERHEAD_OF_EXCHANGE = 0.06
+# What the host needs to launch a layer, and each chunk of it (two functional collectives): a floor for small layers.
+HOST_S = {FORWARD: 3e-4, BACKWARD: 1e-3}
+HOST_PER_CHUNK_S = {FORWARD: 2.6e-4, BACKWARD: 6e-4}
+# From this ratio of an exchange to its chunk's computation on, GEMMs leave SMs to NCCL's kernels (1.38x -> 1.52x over
+# host shared memory); over NVLink (1/16) the exchanges are short and the SMs worth more.
+RESERVING_RATIO_16THS = 4
+RESERVED_SMS = 16
+MAX_RATIO_16THS = 1024
 
 
 def border_quantum(device: str, rows: int, H: int) -> int:
@@ -56,31 +64,35 @@ def chunk_sizes(L: int, P: int, settings: Settings, quantum: int = 1) -> tuple[i
     return tuple(sizes)
 
 
-def make_plan(layout: Layout, element_size: int, device: str, settings: Settings, costs: Costs | None) -> Plan:
+def make_plan(
+    layout: Layout, element_size: int, device: str, training: bool, settings: Settings, costs: Costs | None
+) -> Plan:
     """The plan of a layer: as set, or the fastest by simulation where `costs` are known, or four even chunks.
 
-    Raises ValueError where `A2A_FFN_CHUNKS` does not fit L.
+    `training` weighs the backward too. Raises ValueError where `A2A_FFN_CHUNKS` does not fit L.
     """
     quantum = border_quantum(device, layout.rows, layout.H)
-    disabled = settings.disabled_passes
     if costs is None or layout.P == 1:
-        plan = Plan(chunk_sizes(layout.L, layout.P, settings, quantum), disabled=disabled)
-        return plan if settings.in_flight is None else replace(plan, ahead=settings.in_flight)
-    return _fastest(layout, element_size, quantum, settings, costs)
+        plan = Plan(chunk_sizes(layout.L, layout.P, settings, quantum), disabled=settings.disabled_passes)
+        return replace(plan, ahead=settings.in_flight or plan.ahead, reserved_sms=settings.reserved_sms or 0)
+    return _fastest(layout, element_size, quantum, training, settings, costs)
 
 
 @functools.lru_cache(maxsize=1024)
-def _fastest(layout: Layout, element_size: int, quantum: int, settings: Settings, costs: Costs) -> Plan:
+def _fastest(
+    layout: Layout, element_size: int, quantum: int, training: bool, settings: Settings, costs: Costs
+) -> Plan:
     sent = layout.exchange_bytes(element_size)
     compute = COMPUTE_PER_GEMM * 6 * layout.rows * layout.L * layout.D * layout.H / costs.flops_per_s
     exchange = costs.latency_s + sent / costs.bytes_per_s
-    ratio = max(-MAX_RATIO_LOG2, min(MAX_RATIO_LOG2, round(math.log2(exchange / compute))))
-    plans = [
-        Plan(sizes, ratio, ahead, disabled=settings.disabled_passes)
-        for sizes in _candidate_sizes(layout, settings, quantum)
-        for ahead in ([settings.in_flight] if settings.in_flight else range(1, max(2, len(sizes))))
-    ]
-    return min(plans, key=lambda plan: predicted_seconds(plan, compute, sent, costs.latency_s))
+    ratio = min(MAX_RATIO_16THS, max(1, round(16 * exchange / compute)))
+    plans = []
+    for sizes in _candidate_sizes(layout, settings, quantum):
+        reserved = RESERVED_SMS if len(sizes) > 1 and ratio >= RESERVING_RATIO_16THS else 0
+        reserved = reserved if settings.reserved_sms is None else settings.reserved_sms
+        ahead = settings.in_flight or Plan.ahead
+        plans.append(Plan(sizes, ratio, ahead, reserved_sms=reserved, disabled=settings.disabled_passes))
+    return min(plans, key=lambda plan: predicted_seconds(plan, compute, exchange, training))
 
 
 def _candidate_sizes(layout: Layout, settings: Settings, quantum: int) -> Iterator[tuple[int, ...]]:
@@ -96,12 +108,18 @@ def _candidate_sizes(layout: Layout, settings: Settings, quantum: int) -> Iterat
             yield (end, *(inner + (i < rest) for i in range(len(sizes) - 2)), end)
 
 
-def predicted_seconds(plan: Plan, compute_s: float, sent_bytes: int, latency_s: float) -> float:
-    """Simulated forward time of a layer whose computation alone takes `compute_s`."""
-    chunks = len(plan.sizes)
-    exposed = build(FORWARD, plan, (Work(2),) * chunks).exposed() * compute_s / sum(plan.sizes)
-    beside = 4 * sent_bytes * (chunks - 1) / chunks  # both exchanges, sent and received
-    return compute_s + exposed + beside * CONTENTION_S_PER_BYTE + (chunks - 1) * (CHUNK_OVERHEAD_S + 2 * latency_s)
+def predicted_seconds(plan: Plan, compute_s: float, exchange_s: float, training: bool) -> float:
+    """Time of a layer by simulation, with its backward where `training`.
+
+    Its forward computation alone takes `compute_s`, one of its whole exchanges `exchange_s`.
+    """
+    chunks, total = len(plan.sizes), 0.0
+    for direction, work in {FORWARD: Work(2), **({BACKWARD: Work(2, 2)} if training else {})}.items():
+        simulated = build(direction, plan, (work,) * chunks).length() * compute_s / sum(plan.sizes)
+        overhead = CHUNK_OVERHEAD_S[direction] + CHUNK_OVERHEAD_OF_EXCHANGE * exchange_s
+        host = HOST_S[direction] + chunks * HOST_PER_CHUNK_S[direction]
+        total += max(simulated + (chunks - 1) * overhead, host)
+    return total
 
 
 def whole_norm_gradients(device: str, settings: Settings) -> bool:

@@ -15,7 +15,7 @@ the gradient of dispatch. Backward also has free work: the weight gradients, whi
 - free work runs where the next chunk has not arrived, when more than `backlog` chunks of it are owed (they hold the
   operands in memory), and after the last second exchange, which has nothing else to hide under.
 
-Times are relative: one token's forward computation takes 1, its exchange `2**ratio_log2`. Every rank builds the same
+Times are relative: one token's forward computation takes 1, its exchange `ratio_16ths / 16`. Every rank builds the same
 schedule, since the plan is part of the graph (in the group's alias, see `passes.graphs`).
 """
 
@@ -37,30 +37,32 @@ _GEMM, _EPILOGUE = 0.35, 0.3
 class Plan:
     """What all ranks agreed on for one layer.
 
-    `sizes`: tokens of each chunk along L. `ratio_log2`: log2 of a chunk's exchange time over its forward compute time.
+    `sizes`: tokens of each chunk along L. `ratio_16ths`: a chunk's exchange time over its forward compute time, in 16ths.
     `ahead`: chunks whose first exchange may be in flight or unread beyond the one that is computed: the in-flight
-    budget. `backlog`: chunks whose weight gradients may be owed. `disabled`: passes that are switched off.
+    budget. `backlog`: chunks whose weight gradients may be owed. `reserved_sms`: SMs that GEMMs leave to the exchanges.
+    `disabled`: passes that are switched off.
     """
 
     sizes: tuple[int, ...]
-    ratio_log2: int = -2
-    ahead: int = 2
+    ratio_16ths: int = 4
+    ahead: int = 3
     backlog: int = 1
+    reserved_sms: int = 0
     disabled: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         off = f" off={','.join(self.disabled)}" if self.disabled else ""
-        return f"{','.join(map(str, self.sizes))} r{self.ratio_log2} a{self.ahead} b{self.backlog}{off}"
+        return f"{','.join(map(str, self.sizes))} r{self.ratio_16ths} a{self.ahead} b{self.backlog} s{self.reserved_sms}{off}"
 
     @classmethod
     def parse(cls, text: str) -> Plan:
         """The plan that `str` wrote. Raises ValueError for any other text."""
-        found = re.fullmatch(r"(\d+(?:,\d+)*) r(-?\d+) a(\d+) b(\d+)(?: off=([a-z,-]+))?", text)
+        found = re.fullmatch(r"(\d+(?:,\d+)*) r(\d+) a(\d+) b(\d+) s(\d+)(?: off=([a-z,-]+))?", text)
         if found is None:
-            raise ValueError(f"plan = {text!r}: must be sizes, ratio, ahead and backlog, such as '8,8 r-2 a2 b1'")
-        sizes, ratio, ahead, backlog, disabled = found.groups()
-        numbers = tuple(int(size) for size in sizes.split(","))
-        return cls(numbers, int(ratio), int(ahead), int(backlog), tuple(disabled.split(",")) if disabled else ())
+            raise ValueError(f"plan = {text!r}: must be sizes, ratio, ahead and backlog, such as '8,8 r4 a2 b1 s0'")
+        sizes, *numbers, disabled = found.groups()
+        names = tuple(disabled.split(",")) if disabled else ()
+        return cls(tuple(int(size) for size in sizes.split(",")), *(int(number) for number in numbers), names)
 
 
 class Work(NamedTuple):
@@ -140,7 +142,7 @@ class _Lanes:
     """The two lanes' clocks: exchanges run one after the other, and not before what the host issued ahead of them."""
 
     def __init__(self, plan: Plan):
-        self.plan, self.ratio = plan, 2.0**plan.ratio_log2
+        self.plan, self.ratio = plan, plan.ratio_16ths / 16
         self.compute = self.exchange = 0.0
         self.arrival: dict[tuple[int, int], float] = {}
 

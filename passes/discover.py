@@ -14,17 +14,26 @@ Raises `ContractError` for a graph that holds our exchanges in another structure
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from compile_overlap.kernels import chunk_gemm  # noqa: F401  registers the operators
 from compile_overlap.schedule import Plan, Work
 
 from . import graphs
 from .base import ContractError
 
 aten = torch.ops.aten
-GEMMS = {aten.bmm.default, aten.baddbmm.default, torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+ops = torch.ops.compile_overlap
+GEMMS = {
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten.mm.default,
+    aten.addmm.default,
+    ops.chunk_bmm.default,
+    ops.chunk_baddbmm.default,
+}
 
 
 @dataclass(frozen=True)
@@ -150,7 +159,7 @@ def _in_graph_order(plan: Plan, chunks: tuple[Chunk, ...], name: str) -> Plan:
     found = tuple(chunk.size for chunk in chunks)
     for sizes in (plan.sizes, plan.sizes[::-1]):
         if found == sizes:
-            return Plan(sizes, plan.ratio_log2, plan.ahead, plan.backlog, plan.disabled)
+            return replace(plan, sizes=sizes)
     raise ContractError(f"{name}: exchanges of {found} tokens in one direction, the plan says {plan.sizes}")
 
 

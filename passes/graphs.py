@@ -1,6 +1,6 @@
 """How the passes recognise our exchanges: by the name of the group, and by nothing else that a user could also write.
 
-The layer starts its exchanges on an alias of the user's group, `compile_overlap[8,8,8,8 r-2 a2 b1]:<group>`. The alias
+The layer starts its exchanges on an alias of the user's group, `compile_overlap[8,8,8,8 r4 a2 b1 s0]:<group>`. The alias
 resolves to the same communicator, survives every compiler stage and cache as a constant, cannot occur in anybody else's
 collective, and carries the plan (`compile_overlap.schedule.Plan`) of the layer that wrote it.
 """

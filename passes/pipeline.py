@@ -4,12 +4,12 @@ An outer `torch.compile` inlines the layer and ignores an inner backend, so the 
 configuration for the whole process. They act only on graphs that hold an exchange of ours, and a hook that somebody
 else installed before keeps running, first.
 
-| hook                                 | passes                                    |
-| ------------------------------------ | ----------------------------------------- |
-| `joint_custom_post_pass`             | LocalizeViews                             |
-| `post_grad_custom_post_pass`         | CheckExchanges, Reorder, InPlaceGradients |
-| `_pre_fusion_custom_pass`            | PinOrder                                  |
-| every wrapper that Inductor writes   | verify                                    |
+| hook                               | passes                                                |
+| ---------------------------------- | ----------------------------------------------------- |
+| `joint_custom_post_pass`           | LocalizeViews                                         |
+| `post_grad_custom_post_pass`       | CheckExchanges, Reorder, InPlaceGradients, ReserveSMs |
+| `_pre_fusion_custom_pass`          | PinOrder                                              |
+| every wrapper that Inductor writes | verify                                                |
 
 A layer switches passes off by name (`A2A_FFN_DISABLE_PASSES`); the names travel in its plan, so in the graph itself.
 """
@@ -22,19 +22,20 @@ from typing import Any
 import torch._inductor.config as inductor_config
 
 from compile_overlap import compat
+from compile_overlap.kernels import chunk_gemm
 
-from . import inplace_gradients, verify
+from . import verify
 from .base import Chain, GraphChain, PassReport, SchedulerChain
 from .check_exchanges import CheckExchanges
-from .inplace_gradients import InPlaceGradients
 from .localize_views import LocalizeViews
+from .lower_gemms import InPlaceGradients, ReserveSMs
 from .pin_order import PinOrder
 from .reorder import Reorder
 
 _LOG: deque[PassReport] = deque(maxlen=4096)
 _HOOKS: dict[str, Any] = {
     "joint_custom_post_pass": (GraphChain, (LocalizeViews(),)),
-    "post_grad_custom_post_pass": (GraphChain, (CheckExchanges(), Reorder(), InPlaceGradients())),
+    "post_grad_custom_post_pass": (GraphChain, (CheckExchanges(), Reorder(), InPlaceGradients(), ReserveSMs())),
     "_pre_fusion_custom_pass": (SchedulerChain, (PinOrder(),)),
 }
 PASS_NAMES = tuple(each.name for _, passes in _HOOKS.values() for each in passes)
@@ -80,7 +81,7 @@ def install() -> None:
     """Make sure that the hooks are in Inductor's process-wide configuration; a second call changes nothing."""
     global _watching
     compat.constrain_all_to_all_strides()
-    inplace_gradients.register_lowering()
+    chunk_gemm.register_lowering()
     if not _watching:
         compat.watch_wrappers(lambda code: verify.check_wrapper(code, _record))
         _watching = True

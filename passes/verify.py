@@ -30,7 +30,7 @@ NAME = "verify"
 _KEY = "compile_overlap_order"
 _START = re.compile(r"^\s*(\w+) = torch\.ops\._c10d_functional\.all_to_all_single\.default\(.*'(compile_overlap\[[^']*)'")
 _WAIT = re.compile(r"torch\.ops\._c10d_functional\.wait_tensor\.default\((\w+)\)")
-_GEMM = re.compile(r"extern_kernels\.(?:bmm|baddbmm|mm|addmm)\(")
+_GEMM = re.compile(r"extern_kernels\.(?:bmm|baddbmm|mm|addmm|compile_overlap_chunk_bmm)\(|ops\.compile_overlap\.chunk_b")
 _warned = False
 
 

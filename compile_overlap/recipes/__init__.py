@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import Function
 
+from ..kernels import gated_norm_grad
 from . import exact
 
 EAGER_EXACT, INDUCTOR = "eager_exact", "inductor"
@@ -97,15 +98,57 @@ def _exact(w1, wout, b1, bout, norms, bias, eps, carriers):
 def _fused(w1, wout, b1, bout, norms, bias, eps):
     def run(x_lnd):
         if bias == ADD:
-            return torch.bmm(_gated_norm(torch.bmm(x_lnd, w1) + b1, norms, eps), wout) + bout
-        return torch.baddbmm(bout, _gated_norm(torch.baddbmm(b1, x_lnd, w1), norms, eps), wout)
+            z_lnf, shift = torch.bmm(x_lnd, w1), b1
+        else:
+            z_lnf, shift = torch.baddbmm(b1, x_lnd, w1), None
+        added = None if bias == ADD else bout
+        if gated_norm_grad.takes(z_lnf) and torch.is_grad_enabled():
+            y_lnd = _GatedProjection.apply(z_lnf, shift, *norms, wout, added, *eps)
+        else:
+            y_lnd = _project(_gated_norm(z_lnf, shift, norms, eps)[0], wout, added)
+        return y_lnd + bout if bias == ADD else y_lnd
 
     return run
 
 
-def _gated_norm(z_lnf, norms, eps):
+def _gated_norm(z_lnf, shift, norms, eps):
+    """The product [l,n,H], and mean and reciprocal deviation of both norms, each [l,n,1]."""
     gamma_x, beta_x, gamma_gate, beta_gate = norms
-    u, g = z_lnf.chunk(2, dim=-1)
+    u, g = (z_lnf if shift is None else z_lnf + shift).chunk(2, dim=-1)
     hidden = (u.shape[-1],)
-    normed = F.layer_norm(u, hidden, gamma_x, beta_x, eps[0])
-    return normed * F.silu(F.layer_norm(g, hidden, gamma_gate, beta_gate, eps[1]))
+    normed, *stats_x = torch.native_layer_norm(u, hidden, gamma_x, beta_x, eps[0])
+    gate, *stats_gate = torch.native_layer_norm(g, hidden, gamma_gate, beta_gate, eps[1])
+    return normed * F.silu(gate), *stats_x, *stats_gate
+
+
+def _project(h_lnh, wout, bout):
+    return torch.bmm(h_lnh, wout) if bout is None else torch.baddbmm(bout, h_lnh, wout)
+
+
+class _GatedProjection(Function):
+    """Gated norm and second GEMM: plain operators forward, so that Inductor fuses them as the reference's.
+
+    Backward runs the kernels of `gated_norm_grad`, which read the operands of all its gradients twice instead of once
+    for each, and give back the product that the weight gradient needs.
+    """
+
+    @staticmethod
+    def forward(ctx, z, shift, gamma_x, beta_x, gamma_gate, beta_gate, wout, bout, eps_x, eps_gate):
+        norms = gamma_x, beta_x, gamma_gate, beta_gate
+        h, *stats = _gated_norm(z, shift, norms, (eps_x, eps_gate))
+        ctx.save_for_backward(z, shift, *norms, wout, *stats)
+        ctx.added = bout is not None
+        return _project(h, wout, bout)
+
+    @staticmethod
+    def backward(ctx, grad):
+        z, shift, *norms, wout, mean_x, rstd_x, mean_gate, rstd_gate = ctx.saved_tensors
+        grad_h = torch.bmm(grad, wout.transpose(1, 2))
+        bias = None if shift is None else shift.squeeze(1)
+        grad_z, h, grad_bias, grad_norms = gated_norm_grad.gated_norm_grad(
+            grad_h, z, bias, *norms, mean_x, rstd_x, mean_gate, rstd_gate
+        )
+        grad_shift = None if shift is None else grad_bias.unsqueeze(1).to(z.dtype)
+        grad_wout = torch.bmm(h.transpose(1, 2), grad)
+        grad_bout = grad.sum(1, keepdim=True) if ctx.added else None
+        return grad_z, grad_shift, *grad_norms.to(z.dtype).unbind(), grad_wout, grad_bout, None, None
