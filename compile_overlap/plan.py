@@ -17,6 +17,7 @@ from .schedule import BACKWARD, FORWARD, Plan, Work, build
 DEFAULT_CHUNKS = 4
 CANDIDATE_CHUNKS = (1, 2, 4, 8)
 MIN_TOKENS = 2
+SMALLEST_END = 4096  # rows of all tokens of a chunk, below which its GEMMs fill an H200 badly
 # Epilogue and copies beside the GEMMs, and larger GEMMs than the one that is measured: 4.1 ms of computation at the
 # default workload on an H200, where the measured rate gives 3.4 ms for the GEMMs.
 COMPUTE_PER_GEMM = 1.2
@@ -102,8 +103,8 @@ def _candidate_sizes(layout: Layout, settings: Settings, quantum: int) -> Iterat
         asked = settings if fixed else replace(settings, chunks=count)
         sizes = chunk_sizes(layout.L, layout.P, asked, quantum)
         yield sizes
-        if not settings.sizes and len(sizes) >= 3 and quantum == 1 and min(sizes) >= 2 * MIN_TOKENS:
-            end = min(sizes) // 2
+        end = min(sizes) // 2
+        if not settings.sizes and len(sizes) >= 3 and quantum == 1 and end >= max(MIN_TOKENS, SMALLEST_END / layout.rows):
             inner, rest = divmod(layout.L - 2 * end, len(sizes) - 2)
             yield (end, *(inner + (i < rest) for i in range(len(sizes) - 2)), end)
 

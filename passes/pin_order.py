@@ -16,6 +16,7 @@ Why      The chunks' epilogues share the norm weights, so Inductor would fuse th
 
 from __future__ import annotations
 
+from torch._inductor.ir import MultiOutput
 from torch._inductor.scheduler import ExternKernelSchedulerNode
 
 from compile_overlap.compat import order_dep
@@ -45,10 +46,13 @@ class PinOrder(OverlapPass):
 
 
 def _chain(nodes: list) -> None:
-    """Each extern node after the one before it and after all computations between the two."""
+    """Each extern node after the one before it and after all computations between the two.
+
+    Taking an output of an operator that has several launches nothing and follows that operator anyway.
+    """
     since: list = []
     for node in nodes:
-        if isinstance(node, ExternKernelSchedulerNode):
+        if isinstance(node, ExternKernelSchedulerNode) and not isinstance(node.node, MultiOutput):
             mutating = next(iter(node.get_buffer_names()))
             for name in (name for before in since for name in before.get_buffer_names()):
                 node.add_fake_dep(order_dep(name, mutating))

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
@@ -25,6 +27,9 @@ def _main(rank, job, ranks, folder, environment):
     torch.set_num_threads(1)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     os.environ.update(environment)
+    # A graph from an earlier run's cache is not compiled, and then no pass runs that a test could see.
+    functorch_config.enable_autograd_cache = False
+    inductor_config.fx_graph_cache = False
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     torch.save(job(rank), Path(folder) / f"{rank}.pt")
     dist.barrier()
