@@ -4,6 +4,11 @@ Every round measures each mode, the comp-only layer and the isolated exchanges o
 settings, so that drift of clocks and links meets all of them. Reported per mode, from the slowest rank of each
 iteration: median latency; speed-up over none; hidden fraction (T_none - T_mode) / T_comm, negative where a mode is
 slower; exposed communication T_mode - T_comp-only.
+
+Besides modes, ``--modes`` takes variants of them, ``mode:variant`` (see rankmixer/variants.py): what Inductor's own
+passes make of the layer, other chunk counts, the chunked layer without our schedule. Each is checked against none and
+compiled apart. A variant that does not compile or run is reported as failed and left out. One that fails its check is
+measured and reported; the run ends with status 1 then.
 """
 
 import argparse
@@ -12,8 +17,8 @@ import sys
 import torch
 import torch.distributed as dist
 
-from rankmixer import plugins, record
-from rankmixer.checks import check_shape, compare_full_batch, run_checks
+from rankmixer import plugins, record, variants
+from rankmixer.checks import CHECK_ROWS, check_shape, compare_full_batch, reason_to_skip, run_checks
 from rankmixer.cli import guarded, make_timer, pass_name, prepare, print_setup
 from rankmixer.ffn import OVERLAP_MODES
 from rankmixer.options import add_common_options, configuration
@@ -27,7 +32,11 @@ def build_parser():
     """The comparison's command line: the benchmark's flags, with a list of modes instead of one."""
     parser = argparse.ArgumentParser(prog="compare.py", description=__doc__)
     parser.add_argument("--modes", default="none,with-sm,sm-free,kernel",
-                        help="comma-separated modes, none among them (default: %(default)s)")
+                        help="comma-separated modes, none among them, and variants of them as mode:variant. Of none "
+                             "and kernel: inductor-reorder, inductor-overlap, inductor-overlap-nodeps (Inductor's own "
+                             "passes instead of ours; not with --no-compile). Of kernel: naive (chunked, unscheduled), "
+                             "sequential (one chunk), chunks=4 or chunks=8+16+8. E.g. "
+                             "none,kernel,kernel:naive,none:inductor-reorder (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (default: %(default)s)")
     parser.add_argument("--own-comp-only", action="store_true",
                         help="also measure the kernel plugin's own comp-only path")
@@ -36,12 +45,16 @@ def build_parser():
     return parser
 
 
-def parse_modes(text):
-    """Split ``--modes``. Raises ValueError unless the names are known, distinct, and contain none."""
-    modes = text.split(",")
-    if not set(modes) <= set(OVERLAP_MODES) or len(set(modes)) != len(modes) or "none" not in modes:
-        raise ValueError(f"modes={text!r}: must be distinct names of {', '.join(OVERLAP_MODES)}, with none among them")
-    return modes
+def parse_modes(text, no_compile=False):
+    """Split ``--modes``. Raises ValueError unless the names are known, distinct, can run here, and contain none."""
+    names = text.split(",")
+    if (not {name.partition(variants.SEPARATOR)[0] for name in names} <= set(OVERLAP_MODES)
+            or len(set(names)) != len(names) or "none" not in names):
+        raise ValueError(f"modes={text!r}: must be distinct names of {', '.join(OVERLAP_MODES)}, or mode:variant, with "
+                         f"none among them")
+    for name in names:
+        variants.require_compilation(name, no_compile)
+    return names
 
 
 def main(arguments=None):
@@ -50,21 +63,25 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
 
     def prepare_run():
-        modes = parse_modes(options.modes)
+        modes = parse_modes(options.modes, options.no_compile)
         if options.rounds < 1:
             raise ValueError(f"rounds={options.rounds}: must be at least 1")
         if options.own_comp_only and "kernel" not in modes:
             raise ValueError(f"own_comp_only=True: needs kernel among modes={options.modes!r}")
-        return prepare(options, modes)
+        return prepare(options, {variants.parse(name).mode for name in modes})
 
     return guarded(prepare_run, lambda workload: _run(parser, options, workload))
 
 
 def _run(parser, options, workload):
-    runtime, modes = workload.runtime, parse_modes(options.modes)
+    runtime, asked = workload.runtime, [variants.parse(name) for name in parse_modes(options.modes)]
     print_setup(runtime, parser, options)
+    primed = {variant.name: variants.prime(workload, variant.name, first_calls(workload, variant.name))
+              for variant in asked if not variant.plain}
+    failed = {name: problem for name, problem in primed.items() if problem}
+    modes = [variant.name for variant in asked if variant.name not in failed]
     others = [mode for mode in modes if mode != "none"]
-    checks = {mode: run_checks(workload, mode) for mode in others}
+    checks = {mode: check(workload, mode) for mode in others}
     full_batch = {mode: compare_full_batch(workload, mode) for mode in others} if options.full_batch_check else {}
     samples = measure_rounds(workload, modes)
     measurements = {name: _measurement(name, runtime.gather(own), options) for name, own in samples.items()}
@@ -72,8 +89,9 @@ def _run(parser, options, workload):
         "schema": record.SCHEMA_VERSION, "kind": "comparison", "configuration": configuration(parser, options),
         "environment": record.environment(runtime.device), "world_size": runtime.world_size,
         "pass": pass_name(options), "rounds": options.rounds,
-        "plugin": plugins.plugin_name() if "kernel" in modes else None,
-        "transports": {mode: transport_in_use(mode, runtime.group) for mode in others},
+        "plugin": plugins.plugin_name() if any(variant.mode == "kernel" for variant in asked) else None,
+        "transports": {mode: transport_in_use(variants.parse(mode).mode, runtime.group) for mode in others},
+        "variants": {variant.name: variant.describe() for variant in asked if not variant.plain}, "failed": failed,
         "exchange": record.exchange_bytes(options, runtime.world_size), "checks": checks, "full_batch": full_batch,
         "peak_memory_bytes": runtime.gather(record.peak_memory(runtime.device)),
         "measurements": measurements, "summary": summarize(measurements, modes)})
@@ -81,6 +99,34 @@ def _run(parser, options, workload):
     if options.json and runtime.is_main:
         record.write(result, options.json)
     runtime.barrier()
+    wrong = [mode for mode, outcome in checks.items() if "problem" in outcome]
+    if wrong:
+        raise AssertionError(f"check failed: {', '.join(wrong)}")
+
+
+def first_calls(workload, name):
+    """The calls that compile a variant: the measured one, and those of the checks that will run."""
+    options, x = workload.options, workload.inputs.detach()
+    calls = [workload.timed_call(name)]
+    if not reason_to_skip(options, name):
+        part = x[:CHECK_ROWS]
+        calls.append(lambda: workload.run_forward(name, part, grad=options.backward))
+        if options.backward:
+            calls.append(lambda: workload.run_gradients(name, part, part))
+    if options.full_batch_check:
+        calls.append(lambda: workload.run_forward(name, x, grad=options.backward))
+    return calls
+
+
+def check(workload, name):
+    """Check one mode or variant; a variant's failure is its outcome. Raises AssertionError for a mode's."""
+    try:
+        return run_checks(workload, name)
+    except AssertionError as error:
+        if variants.parse(name).plain:
+            raise
+        workload.runtime.print(f"{name}: {error}")
+        return {"ran": True, "mode": workload.options.check_correctness, "problem": str(error)}
 
 
 def measure_rounds(workload, modes):
@@ -151,17 +197,21 @@ def summarize(measurements, modes):
 def table(result):
     """The comparison as text; times are slowest-rank medians in microseconds."""
     measurements = result["measurements"]
+    width = max(18, *(len(name) + 2 for name in (*measurements, *result["failed"])))
     lines = [f"\n{result['pass']}, P={result['world_size']}, slowest-rank medians over {result['rounds']} rounds",
-             f"{'mode':<18}{'median us':>12}{'speed-up':>10}{'hidden':>9}{'exposed us':>12}"
+             f"{'mode':<{width}}{'median us':>12}{'speed-up':>10}{'hidden':>9}{'exposed us':>12}"
              f"{'tokens/s':>12}{'TFLOP/s':>10}"]
     for mode, values in result["summary"].items():
         measured = measurements[mode]
         hidden, rate = values["hidden_fraction"], measured["forward_tflops"]
-        lines.append(f"{mode:<18}{values['median_s'] * 1e6:>12.1f}{values['speedup_over_none']:>9.3f}x"
+        lines.append(f"{mode:<{width}}{values['median_s'] * 1e6:>12.1f}{values['speedup_over_none']:>9.3f}x"
                      f"{'-' if hidden is None else format(hidden, '.1%'):>9}{values['exposed_s'] * 1e6:>12.1f}"
                      f"{measured['tokens_per_s']:>12.4g}{'-' if rate is None else format(rate, '.3g'):>10}")
-    lines += [f"{name:<18}{value['slowest_rank']['p50_s'] * 1e6:>12.1f}" for name, value in measurements.items()
+    lines += [f"{name:<{width}}{'failed':>12}  {problem}" for name, problem in result["failed"].items()]
+    lines += [f"{name:<{width}}{value['slowest_rank']['p50_s'] * 1e6:>12.1f}" for name, value in measurements.items()
               if name not in result["summary"]]
+    lines += [f"note: {name} is not what none computes: {outcome['problem']}"
+              for name, outcome in result["checks"].items() if "problem" in outcome]
     fallbacks = [mode for mode, transport in result["transports"].items()
                  if mode == "sm-free" and transport == "collective"]
     lines += [f"note: {mode} fell back to the with-sm transport here" for mode in fallbacks]

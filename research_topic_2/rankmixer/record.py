@@ -1,7 +1,7 @@
 """The JSON records: what a run was, where it ran, and every rank's raw samples.
 
 Kinds: ``full`` (the whole block), ``comp-only`` (exchanges removed; not a layer latency), and ``comparison``
-(several modes measured in one run, see compare.py).
+(several modes, and variants of them as ``mode:variant``, measured in one run, see compare.py).
 """
 
 import json
@@ -25,6 +25,7 @@ _SINGLE = {**_COMMON, "transport": _TEXT_OR_NONE, "samples_s": list, "rank0": di
            "output_shape": list}
 _COMPARISON = {**_COMMON, "rounds": int, "transports": dict, "measurements": dict, "summary": dict,
                "full_batch": dict}
+_VARIANTS = {"variants": dict, "failed": dict}  # of a comparison, absent from older records
 _STATISTICS = ("mean_s", "p50_s", "p90_s", "p99_s", "max_rank_median_s")
 
 
@@ -111,10 +112,25 @@ def validate(record):
         raise ValueError(f"schema={record['schema']}: must be {SCHEMA_VERSION}")
     if record["pass"] not in ("forward", "forward+backward"):
         raise ValueError(f"pass={record['pass']!r}: allowed are forward, forward+backward")
+    if kind == "comparison":
+        _validate_variants(record)
     measurements = record["measurements"] if kind == "comparison" else {kind: record}
     for name, measurement in measurements.items():
         _validate_measurement(name, measurement, record)
     return record
+
+
+def _validate_variants(record):
+    for name, expected in _VARIANTS.items():
+        if not isinstance(record.get(name, {}), expected):
+            raise ValueError(f"record field {name}={record[name]!r}: must be {expected}")
+    known, failed = record.get("variants", {}), record.get("failed", {})
+    for name in (*record["summary"], *failed):
+        if ":" in name and name not in known:
+            raise ValueError(f"{name}: is not among the record's variants {sorted(known)}")
+    for name, problem in failed.items():
+        if not isinstance(problem, str) or not problem or name in record["measurements"]:
+            raise ValueError(f"failed.{name}={problem!r}: must be the error of a variant that has no measurement")
 
 
 def _validate_measurement(name, measurement, record):

@@ -2,6 +2,7 @@
 
 import torch
 
+from rankmixer import variants
 from rankmixer.block import RankMixerBlock
 from rankmixer.compiling import compile_fresh
 
@@ -37,20 +38,22 @@ class Workload:
         return torch.randn(shape, generator=generator, device=self.runtime.device, dtype=self.dtype)
 
     def function(self, overlap, comp_only=False, rows=None):
-        """The block in one mode, ``x -> out``, compiled unless disabled.
+        """The block in one mode or ``mode:variant``, ``x -> out``, compiled unless disabled.
 
-        Each (mode, rows, grad mode) compiles apart, statically; ``rows`` is the batch size, the full one by default.
+        Each (overlap, rows, grad mode) compiles apart, statically; ``rows`` is the batch size, the full one by default.
         """
-        if overlap == "kernel":
+        variant = variants.parse(overlap)
+        if variant.mode == "kernel":
             self.block.ffn.load_plugin()
         key = (overlap, comp_only, rows or self.options.batch_size, torch.is_grad_enabled())
         if key not in self._functions:
-            block = self.block
+            block, mode = self.block, variant.mode
 
             def run_block(x):
-                return block(x, overlap=overlap, comp_only=comp_only)
+                return block(x, overlap=mode, comp_only=comp_only)
 
-            self._functions[key] = run_block if self.options.no_compile else compile_fresh(run_block)
+            run = run_block if self.options.no_compile else compile_fresh(run_block, variant.inductor_config)
+            self._functions[key] = variant.around(run)
         return self._functions[key]
 
     def run_forward(self, overlap, x, comp_only=False, grad=False):
