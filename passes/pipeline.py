@@ -4,12 +4,12 @@ An outer `torch.compile` inlines the layer and ignores an inner backend, so the 
 configuration for the whole process. They act only on graphs that hold an exchange of ours, and a hook that somebody
 else installed before keeps running, first.
 
-| hook                               | passes                                                |
-| ---------------------------------- | ----------------------------------------------------- |
-| `joint_custom_post_pass`           | LocalizeViews                                         |
-| `post_grad_custom_post_pass`       | CheckExchanges, Reorder, InPlaceGradients, ReserveSMs |
-| `_pre_fusion_custom_pass`          | PinOrder                                              |
-| every wrapper that Inductor writes | verify                                                |
+| hook                               | passes                                                              |
+| ---------------------------------- | ------------------------------------------------------------------- |
+| `joint_custom_post_pass`           | LocalizeViews                                                       |
+| `post_grad_custom_post_pass`       | CheckExchanges, Reorder, InPlaceGradients, ReserveSMs, ShareKernels |
+| `_pre_fusion_custom_pass`          | PinOrder                                                            |
+| every wrapper that Inductor writes | verify                                                              |
 
 A layer switches passes off by name (`A2A_FFN_DISABLE_PASSES`); the names travel in its plan, so in the graph itself.
 """
@@ -31,11 +31,12 @@ from .localize_views import LocalizeViews
 from .lower_gemms import InPlaceGradients, ReserveSMs
 from .pin_order import PinOrder
 from .reorder import Reorder
+from .share_kernels import ShareKernels
 
 _LOG: deque[PassReport] = deque(maxlen=4096)
 _HOOKS: dict[str, Any] = {
     "joint_custom_post_pass": (GraphChain, (LocalizeViews(),)),
-    "post_grad_custom_post_pass": (GraphChain, (CheckExchanges(), Reorder(), InPlaceGradients(), ReserveSMs())),
+    "post_grad_custom_post_pass": (GraphChain, (CheckExchanges(), Reorder(), InPlaceGradients(), ReserveSMs(), ShareKernels())),
     "_pre_fusion_custom_pass": (SchedulerChain, (PinOrder(),)),
 }
 PASS_NAMES = tuple(each.name for _, passes in _HOOKS.values() for each in passes)

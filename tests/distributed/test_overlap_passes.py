@@ -39,7 +39,7 @@ NAIVE = "inplace-gradients,pin-order,reorder"
 
 
 @pytest.mark.parametrize(
-    "variants", [("", NAIVE, "all"), pytest.param((*sorted(RUNNING), "reserve-sms"), marks=pytest.mark.slow, id="each")]
+    "variants", [("", NAIVE, "all"), pytest.param((*sorted(RUNNING), "reserve-sms", "share-kernels"), marks=pytest.mark.slow, id="each")]
 )
 def test_numbers_are_the_same_with_any_pass_switched_off(variants, tmp_path):
     job = functools.partial(_with_passes_off, variants=variants)

@@ -5,6 +5,7 @@ is what counts. `A2A_FFN_STRICT=1` makes a wrapper that leaves the schedule an e
 """
 
 import contextlib
+import re
 from unittest import mock
 
 import pytest
@@ -72,7 +73,7 @@ def _compile(monkeypatch, ranks, chunks, recipe, block=False, tokens=8, **enviro
     return seen
 
 
-def _expected_log(count, reserved=False):
+def _expected_log(count, recipe, reserved=False):
     forward = [("check-exchanges", 2 * count), ("reorder", 6 * count)]
     backward = [("check-exchanges", 2 * count), ("reorder", 8 * count)]
     if count > 1:
@@ -80,6 +81,8 @@ def _expected_log(count, reserved=False):
     if reserved:
         forward.append(("reserve-sms", 2 * count))
         backward.append(("reserve-sms", 2 * count + (0 if count > 1 else 2)))
+    if recipe == "inductor" and count > 1:
+        forward.append(("share-kernels", 2 * count))
     tail = [("pin-order", 2 * count)]
     steps = [("verify", 6 * count)], [("verify", 8 * count)]
     return [("localize-views", 4 * count), *forward, *tail, *steps[0], *backward, *tail, *steps[1]]
@@ -102,7 +105,7 @@ def test_the_wrapper_runs_in_the_order_of_the_schedule(monkeypatch, ranks, chunk
     count = len(sizes) if len(sizes) > 1 else sizes[0]
     tokens = sum(sizes) if len(sizes) > 1 else 16
     seen = _compile(monkeypatch, ranks, chunks, recipe, block, tokens)
-    assert seen.log == _expected_log(count)
+    assert seen.log == _expected_log(count, recipe)
     assert len(seen.orders) == len(seen.wrappers) == 2
     for order, schedule, code in zip(seen.orders, seen.schedules, seen.wrappers):
         assert order == sorted(order)
@@ -121,9 +124,17 @@ def test_a_wrapper_in_another_order_is_an_error(monkeypatch):
 
 def test_reserved_sms_and_disabled_passes_are_in_the_graph(monkeypatch):
     seen = _compile(monkeypatch, 2, "2", "inductor", A2A_FFN_RESERVED_SMS="8")
-    assert seen.log == _expected_log(2, reserved=True)
+    assert seen.log == _expected_log(2, "inductor", reserved=True)
     seen = _compile(monkeypatch, 2, "2", "inductor", A2A_FFN_DISABLE_PASSES="all")
     assert seen.log == []
+
+
+def test_equal_chunks_share_their_kernels(monkeypatch):
+    forward = _compile(monkeypatch, 2, "4", "inductor", tokens=16).wrappers[0]
+    sources = re.findall(r"cpp_pybinding\(.*?\'\'\'(.*?)\'\'\'", forward, re.S)
+    # Four packs of x, which differ in their offset; epilogue, bias, and the copy into the output.
+    assert len(sources) == 3 * 4 + 1
+    assert len({re.sub(r"cpp_fused_\w+", "", source) for source in sources}) == 4 + 3
 
 
 def test_weight_gradients_are_written_into_their_slice(monkeypatch):
