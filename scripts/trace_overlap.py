@@ -41,7 +41,7 @@ def main() -> int:
         prog="trace_overlap.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--modes", default="kernel", help="modes or mode:variant (default: %(default)s)")
-    parser.add_argument("--output", type=Path, default=Path("traces"), help="folder (default: %(default)s)")
+    parser.add_argument("--output", default="traces", help="folder (default: %(default)s)")
     parser.add_argument("--iterations", type=int, default=6, help="profiled calls (default: %(default)s)")
     add_common_options(parser)
     parser.set_defaults(comp_only=False)
@@ -68,7 +68,8 @@ def _run(parser, options, workload, modes) -> None:
         if not runtime.is_main:
             continue
         name = mode.replace(":", "-") + ("_backward" if options.backward else "")
-        options.output.mkdir(parents=True, exist_ok=True)
+        folder = Path(options.output)
+        folder.mkdir(parents=True, exist_ok=True)
         content = {
             "kind": "trace",
             "mode": mode,
@@ -78,9 +79,9 @@ def _run(parser, options, workload, modes) -> None:
             "ranks": [dict(items) for items in figures],
             "kernels": kernels,
         }
-        (options.output / f"{name}.trace.json").write_text(json.dumps(content, indent=1) + "\n")
+        (folder / f"{name}.trace.json").write_text(json.dumps(content, indent=1) + "\n")
         text = describe(mode, content)
-        (options.output / f"{name}.trace.txt").write_text(text + "\n")
+        (folder / f"{name}.trace.txt").write_text(text + "\n")
         print(text, flush=True)
     runtime.barrier()
 

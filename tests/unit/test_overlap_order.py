@@ -10,9 +10,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 import torch.distributed as dist
 from archive_double import ArchiveBlock, ArchiveFFN
+from torch._dynamo.utils import counters
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import compile_overlap
@@ -49,14 +51,14 @@ class Seen:
             self.orders.append([place[node] for node in reorder.in_order(layer, schedule)])
 
 
-def _compile(monkeypatch, ranks, chunks, recipe, block=False, tokens=8, **environment):
+def _compile(monkeypatch, ranks, chunks, recipe, block=False, tokens=8, cached=False, **environment):
     for name, value in {**ENVIRONMENT, "A2A_FFN_CHUNKS": chunks, **environment}.items():
         monkeypatch.setenv(name, value)
     if not block:
         monkeypatch.setenv("A2A_FFN_RECIPE", recipe)
     seen = Seen()
     nothing = mock.patch("torch._inductor.async_compile.AsyncCompile.cpp_pybinding", lambda *_, **__: lambda *_: None)
-    with fake_ranks(ranks) as group, inductor_config.patch(force_disable_caches=True), nothing:
+    with fake_ranks(ranks) as group, inductor_config.patch(**_caches(cached)), nothing:
         base.OBSERVERS.append(seen.observe)
         real = verify.compare
         monkeypatch.setattr(verify, "compare", lambda expected, code: (seen.wrappers.append(code), real(expected, code)))
@@ -73,6 +75,10 @@ def _compile(monkeypatch, ranks, chunks, recipe, block=False, tokens=8, **enviro
     return seen
 
 
+def _caches(enabled):
+    return {"fx_graph_cache": True, "fx_graph_remote_cache": False} if enabled else {"force_disable_caches": True}
+
+
 def _expected_log(count, recipe, reserved=False):
     forward = [("check-exchanges", 2 * count), ("reorder", 6 * count)]
     backward = [("check-exchanges", 2 * count), ("reorder", 8 * count)]
@@ -82,7 +88,7 @@ def _expected_log(count, recipe, reserved=False):
         forward.append(("reserve-sms", 2 * count))
         backward.append(("reserve-sms", 2 * count + (0 if count > 1 else 2)))
     if recipe == "inductor" and count > 1:
-        forward.append(("share-kernels", 2 * count))
+        forward.append(("share-kernels", 2))
     tail = [("pin-order", 2 * count)]
     steps = [("verify", 6 * count)], [("verify", 8 * count)]
     return [("localize-views", 4 * count), *forward, *tail, *steps[0], *backward, *tail, *steps[1]]
@@ -135,6 +141,21 @@ def test_equal_chunks_share_their_kernels(monkeypatch):
     # Four packs of x, which differ in their offset; epilogue, bias, and the copy into the output.
     assert len(sources) == 3 * 4 + 1
     assert len({re.sub(r"cpp_fused_\w+", "", source) for source in sources}) == 4 + 3
+
+
+def test_a_warm_cache_answers_without_the_passes_and_follows_their_settings(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def run(**environment):
+        counters.clear()
+        with functorch_config.patch(enable_autograd_cache=False):
+            seen = _compile(monkeypatch, 2, "2", "inductor", cached=True, **environment)
+        names = [name for name, _ in seen.log]
+        return counters["inductor"]["fxgraph_cache_hit"], names.count("reorder"), names.count("verify")
+
+    assert run() == (0, 2, 2)
+    assert run() == (2, 0, 0)
+    assert run(A2A_FFN_IN_FLIGHT="1") == (0, 2, 2)
 
 
 def test_weight_gradients_are_written_into_their_slice(monkeypatch):
