@@ -23,3 +23,19 @@ def test_opcheck(dtype, biased):
         arguments = (out, z, bias, *norms, *stats, 1e-5, 1e-5, for_input, for_weights)
         torch.library.opcheck(exact.gated_norm_backward_op, arguments)
     torch.library.opcheck(exact.row_sum_op, (z,))
+
+
+def test_fused_backward_says_what_it_returns():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from compile_overlap.kernels.gated_norm_grad import gated_norm_grad
+
+    length, rows, hidden = 2, 6, 8
+    with FakeTensorMode():
+        z = torch.empty(length, rows, 2 * hidden, dtype=torch.bfloat16)
+        grad, bias = z[..., :hidden], z[:, 0]
+        norms, stats = [z[0, 0, :hidden]] * 4, [torch.empty(length, rows, 1)] * 4
+        outs = gated_norm_grad(grad, z, bias, *norms, *stats)
+    assert [tuple(out.shape) for out in outs] == [(2, 6, 16), (2, 6, 8), (2, 16), (4, 8)]
+    assert [out.dtype for out in outs] == [torch.bfloat16] * 2 + [torch.float32] * 2
+    assert all(out.is_contiguous() for out in outs)

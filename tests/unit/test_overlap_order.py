@@ -139,7 +139,6 @@ def test_equal_chunks_share_their_kernels(monkeypatch):
     forward = _compile(monkeypatch, 2, "4", "inductor", tokens=16).wrappers[0]
     sources = re.findall(r"cpp_pybinding\(.*?\'\'\'(.*?)\'\'\'", forward, re.S)
     # Four packs of x, which differ in their offset; epilogue, bias, and the copy into the output.
-    assert len(sources) == 3 * 4 + 1
     assert len({re.sub(r"cpp_fused_\w+", "", source) for source in sources}) == 4 + 3
 
 
