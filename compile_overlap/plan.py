@@ -76,12 +76,12 @@ def make_plan(
     if costs is None or layout.P == 1:
         plan = Plan(chunk_sizes(layout.L, layout.P, settings, quantum), disabled=settings.disabled_passes)
         return replace(plan, ahead=settings.in_flight or plan.ahead, reserved_sms=settings.reserved_sms or 0)
-    return _fastest(layout, element_size, quantum, training, settings, costs)
+    return _fastest(layout, element_size, quantum, device, training, settings, costs)
 
 
 @functools.lru_cache(maxsize=1024)
 def _fastest(
-    layout: Layout, element_size: int, quantum: int, training: bool, settings: Settings, costs: Costs
+    layout: Layout, element_size: int, quantum: int, device: str, training: bool, settings: Settings, costs: Costs
 ) -> Plan:
     sent = layout.exchange_bytes(element_size)
     compute = COMPUTE_PER_GEMM * 6 * layout.rows * layout.L * layout.D * layout.H / costs.flops_per_s
@@ -89,7 +89,8 @@ def _fastest(
     ratio = min(MAX_RATIO_16THS, max(1, round(16 * exchange / compute)))
     plans = []
     for sizes in _candidate_sizes(layout, settings, quantum):
-        reserved = RESERVED_SMS if len(sizes) > 1 and ratio >= RESERVING_RATIO_16THS else 0
+        overlaps = device == "cuda" and len(sizes) > 1
+        reserved = RESERVED_SMS if overlaps and ratio >= RESERVING_RATIO_16THS else 0
         reserved = reserved if settings.reserved_sms is None else settings.reserved_sms
         ahead = settings.in_flight or Plan.ahead
         plans.append(Plan(sizes, ratio, ahead, reserved_sms=reserved, disabled=settings.disabled_passes))

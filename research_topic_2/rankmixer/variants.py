@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 SEPARATOR = ":"
 CHUNKS = "chunks="
 VARIANTS = ("naive", "sequential", CHUNKS + "N", "inductor-reorder", "inductor-overlap", "inductor-overlap-nodeps")
-_NAIVE = {"A2A_FFN_DISABLE_PASSES": "reorder,pin-order,inplace-gradients", "A2A_FFN_RESERVED_SMS": "0"}
+_NAIVE = {"A2A_FFN_DISABLE_PASSES": "inplace-gradients,pin-order,reorder,reserve-sms,share-kernels",
+          "A2A_FFN_RESERVED_SMS": "0"}
 _REORDER_PASSES = ("reorder_communication_preserving_peak_memory", "sink_waits_iterative",
                    "reorder_communication_preserving_peak_memory")
 _MEMORY_CAPS = {"max_memory_increase_gb": 1024.0, "max_memory_increase_ratio": 64.0, "max_in_flight_gb": 1024.0}

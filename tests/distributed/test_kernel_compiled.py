@@ -61,7 +61,12 @@ SPREAD = [
 @pytest.mark.parametrize("block", SPREAD)
 def test_block_equals_the_compiled_reference(block, tmp_path):
     chunks = len(plan.chunk_sizes(block.shape[1], block.ranks, Settings()))
-    expected = [("check-exchanges", 2 * chunks), ("pin-order", 2 * chunks)] * (2 if block.grad else 1)
+    shared = [("share-kernels", 2)] if block.bias == "add" else []  # otherwise the biases are GEMMs' operands
+    forward = [("check-exchanges", 2 * chunks), ("reorder", 6 * chunks), *shared, ("pin-order", 2 * chunks)]
+    backward = [("check-exchanges", 2 * chunks), ("reorder", 8 * chunks), ("inplace-gradients", 2 * chunks)]
+    expected = [*forward, ("verify", 6 * chunks)]
+    if block.grad:
+        expected += [*backward, ("pin-order", 2 * chunks), ("verify", 8 * chunks)]
     for equal, error, ran in run_on_ranks(block, block.ranks, tmp_path, STRICT):
         assert equal
         assert error <= GATES[block.dtype]

@@ -73,9 +73,11 @@ def test_local_layout_change_and_its_inverse():
     assert torch.equal(local_combine(moved, 3), x)
 
 
+@pytest.mark.parametrize("step", [1, 4, 64])
 @pytest.mark.parametrize("local_tokens", range(1, 34))
-def test_chunks_cover_the_tokens_and_hold_two_each(local_tokens):
-    bounds = chunk_bounds(local_tokens)
+def test_chunks_cover_the_tokens_and_hold_two_each(local_tokens, step):
+    bounds = chunk_bounds(local_tokens, step)
+    assert all(first % step == 0 for first, _ in bounds)
     assert [token for first, last in bounds for token in range(first, last)] == list(range(local_tokens))
     assert len(bounds) <= 4
     assert all(last - first >= min(2, local_tokens) for first, last in bounds)

@@ -13,6 +13,8 @@ from torch._inductor import config as inductor_config
 OVERLAP_SCHEDULING = hasattr(getattr(inductor_config, "aten_distributed_optimizations", None),
                              "enable_overlap_scheduling")
 
+NAIVE = "inplace-gradients,pin-order,reorder,reserve-sms,share-kernels"
+
 
 def test_a_mode_by_itself_changes_nothing():
     variant = variants.parse("kernel")
@@ -20,10 +22,10 @@ def test_a_mode_by_itself_changes_nothing():
 
 
 @pytest.mark.parametrize("name, variable, value", [
-    ("kernel:naive", "A2A_FFN_DISABLE_PASSES", "reorder,pin-order,inplace-gradients"),
+    ("kernel:naive", "A2A_FFN_DISABLE_PASSES", NAIVE),
     ("kernel:sequential", "A2A_FFN_CHUNKS", "1"), ("kernel:chunks=4", "A2A_FFN_CHUNKS", "4"),
     ("kernel:chunks=2+14", "A2A_FFN_CHUNKS", "2,14"),
-    ("kernel:inductor-reorder", "A2A_FFN_DISABLE_PASSES", "reorder,pin-order,inplace-gradients"),
+    ("kernel:inductor-reorder", "A2A_FFN_DISABLE_PASSES", NAIVE),
 ])
 def test_kernel_variants_are_strict_settings_of_the_layer(monkeypatch, name, variable, value):
     from compile_overlap.config import Settings

@@ -14,6 +14,9 @@ chunk's local graph yields its gradients, and input gradients are combined. The 
 is the GEMMs' batch axis: every row and every weight gradient is computed as in the unchunked layer.
 """
 
+import itertools
+import math
+
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -25,14 +28,23 @@ LOOKAHEAD = 2
 _COMPILED = {}
 
 
-def chunk_bounds(local_tokens):
+def chunk_bounds(local_tokens, step=1):
     """Cut ``local_tokens`` into at most MAX_CHUNKS ranges of at least two tokens (one, when there is only one).
 
-    A chunk of a single token may take another GEMM algorithm than the whole and then differs in the last bit.
+    A chunk of a single token may take another GEMM algorithm than the whole and then differs in the last bit. Inner
+    borders are multiples of ``step``.
     """
-    count = max(1, min(MAX_CHUNKS, local_tokens // 2))
-    edges = [local_tokens * c // count for c in range(count + 1)]
+    count = max(1, min(MAX_CHUNKS, local_tokens // max(2, step)))
+    edges = [local_tokens // step * c // count * step for c in range(count)] + [local_tokens]
     return list(zip(edges[:-1], edges[1:]))
+
+
+def border_step(device, values_per_token):
+    """Tokens of which a border must be a multiple: on CPU, those that make whole vector steps of at most 64 values.
+
+    ATen computes what is left over from whole steps with a scalar exp, which rounds differently.
+    """
+    return 1 if device.type != "cpu" else 64 // math.gcd(64, values_per_token)
 
 
 class Pipeline:
@@ -59,7 +71,8 @@ class Pipeline:
     def run_forward(self, tensors, needs_grad):
         """Return the output [B, T, D] and, where a gradient is needed, each chunk's (leaves, output) graph."""
         inputs, parameters = tensors[0].detach(), tensors[1:]
-        bounds = chunk_bounds(parameters[0].shape[0])
+        tokens, rows_per_token, hidden = parameters[0].shape[0], self.peers * inputs.shape[0], parameters[2].shape[1]
+        bounds = chunk_bounds(tokens, border_step(inputs.device, rows_per_token * hidden))
         graphs = [None] * len(bounds)
 
         def compute(c, received):
@@ -74,7 +87,8 @@ class Pipeline:
 
     def run_backward(self, grad_output, graphs, needs_grad):
         """Return the gradients of the inputs and the eight parameters, None where not needed."""
-        bounds = chunk_bounds(sum(rows.shape[1] for _, rows in graphs))
+        edges = list(itertools.accumulate((rows.shape[1] for _, rows in graphs), initial=0))
+        bounds = list(zip(edges[:-1], edges[1:]))
         gradients = [None] * len(graphs)
 
         def compute(c, received):
