@@ -2,6 +2,8 @@
 # The commands of the assignment on two GPUs, with their records: gpu_suite.sh OUT [PART...]
 #   public    public_check.py and the quick-start commands
 #   default   the default workload with two ranks: all four modes interleaved, compiled and not, forward and backward
+#   overlap   NVLink: none against the default plan and four chunks; host shared memory: against Inductor's own passes
+#   traces    what runs beside what, over both links
 #   tests     tests/gpu
 # $PYTHON (default python3) must hold torch, triton and numpy.
 set -uo pipefail
@@ -40,6 +42,26 @@ for part in $parts; do
           grep -E "us|none|with-sm|sm-free|kernel|comp-only|exchanges|full" "$out/$name.log" | tail -n 24
         done
       done
+      ;;
+    overlap)
+      peers="kernel:naive,kernel:inductor-reorder,none:inductor-reorder,kernel:inductor-overlap,none:inductor-overlap"
+      for pass in "" --backward; do
+        common="--warmup 5 --num-tests 20 --rounds 5 $pass"
+        name=overlap_nvlink${pass:+_backward}
+        step "$name" $compare --modes none,kernel,kernel:chunks=4,kernel:naive $common --json "$out/$name.json"
+        tail -n 9 "$out/$name.log"
+        name=overlap_shm${pass:+_backward}
+        step "$name" env NCCL_P2P_DISABLE=1 $compare --modes "none,kernel,$peers" $common --json "$out/$name.json"
+        tail -n 12 "$out/$name.log"
+      done
+      ;;
+    traces)
+      trace="$python -m torch.distributed.run --standalone --nproc-per-node 2 $root/scripts/trace_overlap.py --warmup 5"
+      for pass in "" --backward; do
+        step "trace_nvlink${pass:+_backward}" $trace --modes kernel,kernel:chunks=4,kernel:naive $pass --output "$out/nvlink"
+        step "trace_shm${pass:+_backward}" env NCCL_P2P_DISABLE=1 $trace $pass --output "$out/shm"
+      done
+      grep -h ^rank "$out"/*/*.trace.txt
       ;;
     tests) step tests_gpu "$python" -m pytest -q -p no:cacheprovider "$root/tests/gpu" ;;
     *) echo "unknown part $part" >&2; exit 2 ;;
