@@ -63,7 +63,7 @@ def register_lowering() -> None:
 
 
 def _leaving(sms: int, gemm: Callable[..., torch.Tensor], *operands: torch.Tensor, **out: torch.Tensor) -> torch.Tensor:
-    if not sms or not operands[0].is_cuda:
+    if not sms or not operands[0].is_cuda or torch.version.cuda is None:
         return gemm(*operands, **out)
     handle = ctypes.c_void_p(torch.cuda.current_blas_handle())
     cublas, before = _cublas(), ctypes.c_int()

@@ -6,13 +6,23 @@ from pathlib import Path
 import pytest
 from rankmixer import record
 
-RECORDS = sorted((Path(__file__).resolve().parents[2] / "reports" / "results").rglob("*.json"))
+FILES = sorted((Path(__file__).resolve().parents[2] / "reports" / "results").rglob("*.json"))
+TRACES = [path for path in FILES if path.name.endswith(".trace.json")]
+RECORDS = [path for path in FILES if path not in TRACES]
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_record(path):
     content = json.loads(path.read_text())
     record.validate(content)
+    assert len(content["environment"]["git_commit"]) == 40
+
+
+@pytest.mark.parametrize("path", TRACES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_trace(path):
+    content = json.loads(path.read_text())
+    assert content["kind"] == "trace" and content["kernels"]
+    assert all(0 <= rank["hidden_fraction"] <= 1 for rank in content["ranks"])
     assert len(content["environment"]["git_commit"]) == 40
 
 
