@@ -161,8 +161,8 @@ def _inlined(ffn: Any, inputs: torch.Tensor, layout: Layout, reason: str | None,
         comptime(_observe_reference)
     group = "" if ffn.ep_group is None else ffn.ep_group.group_name
     delegated, sizes, alias, bias = _at_trace_time(
-        type(ffn), P, layout.B, layout.T, layout.D, layout.H, ffn.w1.dtype, ffn.w1.device, group, P > 1 and not comp_only, torch.is_grad_enabled(),
-        reason, ffn.ep_index,
+        type(ffn), P, layout.B, layout.T, layout.D, layout.H, ffn.w1.dtype, ffn.w1.device,
+        group, P > 1 and not comp_only, torch.is_grad_enabled(), reason, ffn.ep_index,
     )  # fmt: skip
     if delegated:
         return ffn.forward(inputs, overlap="none", comp_only=comp_only)

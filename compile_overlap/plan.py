@@ -105,7 +105,8 @@ def _candidate_sizes(layout: Layout, settings: Settings, quantum: int) -> Iterat
         sizes = chunk_sizes(layout.L, layout.P, asked, quantum)
         yield sizes
         end = min(sizes) // 2
-        if not settings.sizes and len(sizes) >= 3 and quantum == 1 and end >= max(MIN_TOKENS, SMALLEST_END / layout.rows):
+        large_enough = end >= max(MIN_TOKENS, SMALLEST_END / layout.rows)
+        if not settings.sizes and len(sizes) >= 3 and quantum == 1 and large_enough:
             inner, rest = divmod(layout.L - 2 * end, len(sizes) - 2)
             yield (end, *(inner + (i < rest) for i in range(len(sizes) - 2)), end)
 

@@ -35,7 +35,9 @@ class InPlaceGradients(OverlapPass):
                 whole = next(iter(node.users)) if len(node.users) == 1 else None
                 if whole is None or whole.target is not aten.cat.default or not set(whole.args[0]) <= free:
                     users = [str(user.target) for user in node.users]
-                    raise ContractError(f"{node.name}: a chunk's weight gradient must feed one concatenation, not {users}")
+                    raise ContractError(
+                        f"{node.name}: a chunk's weight gradient must feed one concatenation, not {users}"
+                    )
             matches += sum(_lower(node, layer.plan.reserved_sms, in_place=True) for node in free)
         return graph, matches
 

@@ -36,7 +36,10 @@ from .share_kernels import ShareKernels
 _LOG: deque[PassReport] = deque(maxlen=4096)
 _HOOKS: dict[str, Any] = {
     "joint_custom_post_pass": (GraphChain, (LocalizeViews(),)),
-    "post_grad_custom_post_pass": (GraphChain, (CheckExchanges(), Reorder(), InPlaceGradients(), ReserveSMs(), ShareKernels())),
+    "post_grad_custom_post_pass": (
+        GraphChain,
+        (CheckExchanges(), Reorder(), InPlaceGradients(), ReserveSMs(), ShareKernels()),
+    ),
     "_pre_fusion_custom_pass": (SchedulerChain, (PinOrder(),)),
 }
 PASS_NAMES = tuple(each.name for _, passes in _HOOKS.values() for each in passes)

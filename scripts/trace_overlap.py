@@ -127,10 +127,13 @@ def summarize(kernels: list[dict]) -> dict[str, float]:
     exchanges = [(k["begin_us"], k["begin_us"] + k["duration_us"]) for k in kernels if k["lane"] == "exchange"]
     communication = sum(end - begin for begin, end in exchanges)
     hidden = sum(
-        max(0.0, min(end, busy_end) - max(begin, busy_begin)) for begin, end in exchanges for busy_begin, busy_end in busy
+        max(0.0, min(end, busy_end) - max(begin, busy_begin))
+        for begin, end in exchanges
+        for busy_begin, busy_end in busy
     )
     last = max(end for _, end in busy)
-    epilogues = [k for k in kernels if "layer_norm" in k["name"] and "silu" in k["name"] and "backward" not in k["name"]]
+    normed = [k["name"] for k in kernels if "layer_norm" in k["name"]]
+    epilogues = [name for name in normed if "silu" in name and "backward" not in name]
     return {
         "span_us": max(end for _, end in (*spans, *exchanges)),
         "communication_us": communication,
