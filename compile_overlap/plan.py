@@ -106,9 +106,12 @@ def _candidate_sizes(layout: Layout, settings: Settings, quantum: int) -> Iterat
         yield sizes
         end = min(sizes) // 2
         large_enough = end >= max(MIN_TOKENS, SMALLEST_END / layout.rows)
-        if not settings.sizes and len(sizes) >= 3 and quantum == 1 and large_enough:
-            inner, rest = divmod(layout.L - 2 * end, len(sizes) - 2)
-            yield (end, *(inner + (i < rest) for i in range(len(sizes) - 2)), end)
+        if settings.sizes or quantum > 1 or not large_enough:
+            continue
+        for between in (len(sizes) - 2,) if fixed else (len(sizes) - 2, len(sizes) - 1):
+            if between > 0:
+                inner, rest = divmod(layout.L - 2 * end, between)
+                yield (end, *(inner + (i < rest) for i in range(between)), end)
 
 
 def predicted_seconds(plan: Plan, compute_s: float, exchange_s: float, training: bool) -> float:

@@ -4,12 +4,14 @@ A chunk's work is the same in both directions: its first exchange brings rows in
 rows that its second exchange takes away. Forward these are dispatch and combine; backward the gradient of combine and
 the gradient of dispatch. Backward also has free work: the weight gradients, which no exchange waits for.
 
-    forward    D0 D1 D2 | w0 GEMM GEMM C0 D3 | w1 GEMM GEMM C1 | ...
-    backward   C0' C1' | w0 dH dX D0' C2' | w1 dH dX D1' | dWout0 dW0 ...
+    forward    D0 D1 | w0 GEMM D2 GEMM C0 | w1 GEMM D3 GEMM C1 | ...
+    backward   C0' C1' | w0 dH C2' dX D0' | w1 dH dX D1' | dWout0 dW0 ...
 
 `build` follows a simulation on two lanes, compute and exchange (one communicator runs its exchanges in order):
 
-- a first exchange starts as soon as the in-flight budget lets it: `ahead` chunks beyond the one that is computed;
+- the next chunk's first exchange starts before this chunk's wait; a later one, which would only queue behind it, when
+  the host has issued this chunk's first GEMM: a start costs the host 0.1 ms and more, in which the device would idle;
+- `ahead`, the in-flight budget, bounds the chunks that have started beyond the one that is computed;
 - a wait stands just before the first GEMM that reads what it waits for;
 - a second exchange starts as soon as its chunk is done, before the next first exchange;
 - free work runs where the next chunk has not arrived, when more than `backlog` chunks of it are owed (they hold the
@@ -45,7 +47,7 @@ class Plan:
 
     sizes: tuple[int, ...]
     ratio_16ths: int = 4
-    ahead: int = 3
+    ahead: int = 2
     backlog: int = 1
     reserved_sms: int = 0
     disabled: tuple[str, ...] = ()
@@ -183,14 +185,17 @@ def build(direction: str, plan: Plan, works: tuple[Work, ...]) -> Schedule:
 
     started = 0
     for chunk, work in enumerate(works):
-        while started < len(works) and started <= chunk + plan.ahead:
-            add(START, started, 1, 0, "as early as the in-flight budget allows")
+        while started < min(len(works), chunk + 2, chunk + 1 + plan.ahead):
+            add(START, started, 1, 0, "the next to be read")
             started += 1
         while owed and lanes.arrival[chunk, 1] > lanes.compute:
             pay("fills the time until the next chunk arrives")
         add(WAIT, chunk, 1, 0, "its rows are read next")
         for index in range(work.gemms):
             add(GEMM, chunk, 0, index, "on the way to the second exchange")
+            while index == 0 and started < min(len(works), chunk + 1 + plan.ahead):
+                add(START, started, 1, 0, "as far as the in-flight budget allows")
+                started += 1
         if work.second:
             add(START, chunk, 2, 0, "its rows are done")
         if work.free:

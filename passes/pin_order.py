@@ -3,15 +3,17 @@
 Contract
     in      the scheduler's nodes before fusion, in FX order
     out     the same nodes; where they hold an exchange of ours, each extern node (collective, wait, GEMM, opaque
-            operator) depends on the extern node before it and on the computations in between. A fused kernel may
-            gather what stands between two extern nodes, and what could stand there; it never spans two chunks, since
-            one chunk's epilogue is needed by a GEMM that the other chunk's epilogue comes after.
+            operator) depends on the extern node before it and on the computations in between, and a computation
+            that only exchanges read depends on the extern node before it. A fused kernel may gather what stands
+            between two extern nodes, and what could stand there; it never spans two chunks, since one chunk's epilogue
+            is needed by a GEMM that the other chunk's epilogue comes after.
     raises  `ContractError` when an exchange of ours is not an extern node
 
 Why      The chunks' epilogues share the norm weights, so Inductor would fuse them into one kernel and pull every GEMM
          before it. What is fused is decided on ancestors, which 2.6.0 computes before it adds the dependencies between
          collectives, so that it misses cycles and generates invalid code; they are computed again here, also for
-         layers that switch the pass off.
+         layers that switch the pass off. Memory reordering would gather the packs of all chunks at the start of the
+         graph, where the host launches them before the first GEMM.
 """
 
 from __future__ import annotations
@@ -38,23 +40,31 @@ class PinOrder(OverlapPass):
             raise ContractError(f"exchanges that are not extern nodes: {strays}")
         pinned = [node for node in ours if self.name not in plans[node].disabled]
         if pinned:
-            _chain(nodes)
+            _chain(nodes, {node.get_name() for node in ours})
         scheduler = nodes[0].scheduler
         scheduler.nodes = nodes
         scheduler.compute_ancestors()
         return nodes, len(pinned)
 
 
-def _chain(nodes: list) -> None:
-    """Each extern node after the one before it and after all computations between the two.
+def _chain(nodes: list, exchanges: set[str]) -> None:
+    """Each extern node after the one before it and after all computations between the two; packs after the former.
 
     Taking an output of an operator that has several launches nothing and follows that operator anyway.
     """
     since: list = []
     for node in nodes:
+        own = next(iter(node.get_buffer_names()), None)
         if isinstance(node, ExternKernelSchedulerNode) and not isinstance(node.node, MultiOutput):
-            mutating = next(iter(node.get_buffer_names()))
             for name in (name for before in since for name in before.get_buffer_names()):
-                node.add_fake_dep(order_dep(name, mutating))
+                node.add_fake_dep(order_dep(name, own))
             since = []
+        elif since and own is not None and _only_read_by(node, exchanges):
+            for name in since[0].get_buffer_names():
+                node.add_fake_dep(order_dep(name, own))
         since.append(node)
+
+
+def _only_read_by(node, readers: set[str]) -> bool:
+    users = {user.get_name() for output in node.get_outputs() for user in output.users}
+    return bool(users) and users <= readers

@@ -68,12 +68,16 @@ def _leaving(sms: int, gemm: Callable[..., torch.Tensor], *operands: torch.Tenso
     handle = ctypes.c_void_p(torch.cuda.current_blas_handle())
     cublas, before = _cublas(), ctypes.c_int()
     cublas.cublasGetSmCountTarget(handle, ctypes.byref(before))
-    available = torch.cuda.get_device_properties(operands[0].device).multi_processor_count
-    cublas.cublasSetSmCountTarget(handle, max(1, available - sms))
+    cublas.cublasSetSmCountTarget(handle, max(1, _sm_count(operands[0].device.index) - sms))
     try:
         return gemm(*operands, **out)
     finally:
         cublas.cublasSetSmCountTarget(handle, before)
+
+
+@functools.lru_cache(maxsize=None)
+def _sm_count(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.lru_cache(maxsize=None)

@@ -37,9 +37,9 @@ def test_forward_order_of_four_chunks():
 
 
 def test_backward_order_of_three_chunks():
-    schedule = build(BACKWARD, Plan((2, 2, 2), ahead=3, backlog=1), (Work(2, 2),) * 3)
+    schedule = build(BACKWARD, Plan((2, 2, 2), ahead=2, backlog=1), (Work(2, 2),) * 3)
     assert labels(schedule) == [
-        *("C0'", "C1'", "C2'", "wait C0'", "gemm0 0", "gemm1 0", "D0'"),
+        *("C0'", "C1'", "wait C0'", "gemm0 0", "C2'", "gemm1 0", "D0'"),
         *("wait C1'", "gemm0 1", "gemm1 1", "D1'", "free0 0", "free1 0"),
         *("wait C2'", "gemm0 2", "gemm1 2", "D2'"),
         *("free0 1", "free1 1", "free0 2", "free1 2"),
@@ -117,10 +117,11 @@ NVLINK, SHARED_MEMORY = Costs(6e-5, 390e9, 5.6e14), Costs(6e-5, 24e9, 5.6e14)
     [
         (DEFAULT, NVLINK, False, (4, 12, 12, 4), 0),
         (DEFAULT, NVLINK, True, (16, 16), 0),
-        (DEFAULT, SHARED_MEMORY, True, (4, 12, 12, 4), 16),
+        (DEFAULT, SHARED_MEMORY, False, (4, 8, 8, 8, 4), 16),
+        (DEFAULT, SHARED_MEMORY, True, (8, 16, 8), 16),
         (Layout(2, 4, 16, 128, 256), NVLINK, True, (8,), 0),
     ],
-    ids=["nvlink", "nvlink-training", "shared-memory", "small"],
+    ids=["nvlink", "nvlink-training", "shared-memory", "shared-memory-training", "small"],
 )
 def test_the_plan_follows_the_costs(layout, costs, training, sizes, reserved):
     plan = planning.make_plan(layout, 2, "cuda", training, Settings(), costs)
