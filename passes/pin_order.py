@@ -4,7 +4,7 @@ Contract
     in      the scheduler's nodes before fusion, in FX order
     out     the same nodes; where they hold an exchange of ours, each extern node (collective, wait, GEMM, opaque
             operator) depends on the extern node before it and on the computations in between, and a computation
-            that only exchanges read depends on the extern node before it. A fused kernel may gather what stands
+            that an exchange sends depends on the extern node before it. A fused kernel may gather what stands
             between two extern nodes, and what could stand there; it never spans two chunks, since one chunk's epilogue
             is needed by a GEMM that the other chunk's epilogue comes after.
     raises  `ContractError` when an exchange of ours is not an extern node
@@ -54,17 +54,12 @@ def _chain(nodes: list, exchanges: set[str]) -> None:
     """
     since: list = []
     for node in nodes:
-        own = next(iter(node.get_buffer_names()), None)
+        own = next(iter(node.get_buffer_names()))
         if isinstance(node, ExternKernelSchedulerNode) and not isinstance(node.node, MultiOutput):
             for name in (name for before in since for name in before.get_buffer_names()):
                 node.add_fake_dep(order_dep(name, own))
             since = []
-        elif since and own is not None and _only_read_by(node, exchanges):
+        elif since and exchanges & {user.get_name() for output in node.get_outputs() for user in output.users}:
             for name in since[0].get_buffer_names():
-                node.add_fake_dep(order_dep(name, own))
+                node.add_fake_dep(order_dep(name, name))  # Inductor takes it for a real mutation if it names a write
         since.append(node)
-
-
-def _only_read_by(node, readers: set[str]) -> bool:
-    users = {user.get_name() for output in node.get_outputs() for user in output.users}
-    return bool(users) and users <= readers

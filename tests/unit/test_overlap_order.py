@@ -128,6 +128,14 @@ def test_a_wrapper_in_another_order_is_an_error(monkeypatch):
         _compile(monkeypatch, 2, "2", "eager_exact")
 
 
+def test_each_pack_is_launched_beside_its_exchange(monkeypatch):
+    forward = _compile(monkeypatch, 2, "2,4,4,4,2", "inductor", block=True, tokens=16).wrappers[0]
+    calls = re.findall(r"^ +(?:cpp_fused_(\w+)\(|.*(all_to_all_single\.default|extern_kernels)\()", forward, re.M)
+    launches = [kernel or "exchange" if "all_to_all" in kernel + op else "gemm" for kernel, op in calls]
+    packs = [place for place, name in enumerate(launches) if name not in ("exchange", "gemm")]
+    assert [launches[place + 1] for place in packs] == ["exchange"] * 10
+
+
 def test_reserved_sms_and_disabled_passes_are_in_the_graph(monkeypatch):
     seen = _compile(monkeypatch, 2, "2", "inductor", A2A_FFN_RESERVED_SMS="8")
     assert seen.log == _expected_log(2, "inductor", reserved=True)
