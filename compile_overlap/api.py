@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 import torch
@@ -160,8 +161,9 @@ def _inlined(ffn: Any, inputs: torch.Tensor, layout: Layout, reason: str | None,
     if reason is None:
         comptime(_observe_reference)
     group = "" if ffn.ep_group is None else ffn.ep_group.group_name
+    # `index`: the plan is made for one batch size, so a symbolic one becomes a constant here.
     delegated, sizes, alias, bias = _at_trace_time(
-        type(ffn), P, layout.B, layout.T, layout.D, layout.H, ffn.w1.dtype, ffn.w1.device,
+        type(ffn), P, index(layout.B), layout.T, layout.D, layout.H, ffn.w1.dtype, ffn.w1.device,
         group, P > 1 and not comp_only, torch.is_grad_enabled(), reason, ffn.ep_index,
     )  # fmt: skip
     if delegated:

@@ -80,6 +80,11 @@ def is_backward_graph() -> bool:
     return "backward" in get_aot_graph_name()
 
 
+def is_tangent(node: torch.fx.Node) -> bool:
+    """Whether a node is a gradient that a backward graph begins with."""
+    return node.op == "placeholder" and str(node.target).startswith("tangents_")
+
+
 def written_arguments(node: torch.fx.Node) -> list[torch.fx.Node]:
     """The arguments that a node's operator writes to, by its schema; all of them for a mutating Triton kernel."""
     schema = getattr(node.target, "_schema", None)
@@ -105,6 +110,13 @@ def graph_meta(key: str) -> Any:
 
     module = getattr(V.graph, "module", None)
     return None if module is None else module.meta.get(key)
+
+
+def writes_cpp_wrapper() -> bool:
+    """Whether the graph that Inductor is lowering gets a C++ wrapper (the setting itself is hidden meanwhile)."""
+    from torch._inductor.virtualized import V
+
+    return bool(getattr(V.graph, "cpp_wrapper", False))
 
 
 def watch_wrappers(watch: Callable[[str], None]) -> None:

@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 
 from .layout import require
@@ -66,15 +67,15 @@ def _chunks(text: str) -> tuple[int | None, tuple[int, ...]]:
     if not text:
         return None, ()
     parts = text.split(",")
-    fits = all(part.strip().isdigit() and int(part) >= 1 for part in parts)
+    fits = all(re.fullmatch(r"0*[1-9][0-9]*", part.strip()) for part in parts)
     require(fits, "A2A_FFN_CHUNKS", text, "a positive count, or positive sizes separated by commas")
     numbers = tuple(int(part) for part in parts)
     return (numbers[0], ()) if len(numbers) == 1 else (None, numbers)
 
 
 def _count(name: str, least: int) -> int | None:
-    text = os.environ.get(name) or None
-    require(text is None or (text.isdigit() and int(text) >= least), name, text, f"a count of at least {least}")
+    text = (os.environ.get(name) or "").strip() or None
+    require(text is None or (re.fullmatch("[0-9]+", text) and int(text) >= least), name, text, f"a count of at least {least}")
     return None if text is None else int(text)
 
 
@@ -86,7 +87,8 @@ def _costs(name: str) -> Costs | None:
         latency_us, link_gb, gemm_tera = (float(part) for part in text.split(","))
     except ValueError:
         latency_us = link_gb = gemm_tera = 0.0
-    require(min(latency_us, link_gb, gemm_tera) > 0, name, text, "three positive numbers: us, GB/s, TFLOP/s")
+    allowed = all(1e-9 < value < 1e9 for value in (latency_us, link_gb, gemm_tera))
+    require(allowed, name, text, "three positive numbers: us, GB/s, TFLOP/s")
     return Costs(latency_us * 1e-6, link_gb * 1e9, gemm_tera * 1e12)
 
 
@@ -94,6 +96,6 @@ def _passes(name: str) -> tuple[str, ...]:
     from passes import PASS_NAMES
 
     text = os.environ.get(name) or ""
-    names = PASS_NAMES if text == "all" else tuple(sorted(part.strip() for part in text.split(",") if part.strip()))
+    names = PASS_NAMES if text == "all" else tuple(sorted({part.strip() for part in text.split(",")} - {""}))
     require(set(names) <= set(PASS_NAMES), name, text, f"all, or names of {', '.join(PASS_NAMES)}")
     return names

@@ -1,4 +1,4 @@
-"""Falling back is said once per reason, by the group's first rank."""
+"""What a user should know is said once: falling back by the group's first rank, what the compiler met by every rank."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ _SAID: set[str] = set()
 
 class Delegated(RuntimeError):
     """`A2A_FFN_STRICT=1` and the layer would have delegated to the reference."""
+
+
+def warn_once(text: str) -> None:
+    """Log a warning, unless the same text was logged before."""
+    if text not in _SAID:
+        log.warning("%s", text)
+    _SAID.add(text)
 
 
 def delegate(reason: str, *, strict: bool, rank: int) -> None:

@@ -19,14 +19,23 @@ from typing import Any, Callable
 
 import torch
 
-from compile_overlap import schedule
+from compile_overlap import notice, schedule
 from compile_overlap.compat import CustomGraphPass, CustomSchedulerPass
+from compile_overlap.config import Settings
 
 log = logging.getLogger(__name__)
 
 
 class ContractError(RuntimeError):
     """A graph that holds our exchanges is not what the plan says it must be."""
+
+
+class UnknownStructure(ContractError):
+    """A valid graph in which the chunks of a layer cannot be told apart: its order is left as it is.
+
+    Such a graph runs and is right, only slower: two layers side by side whose equal exchanges the compiler merged, say.
+    Under `A2A_FFN_STRICT=1` it is an error, otherwise one warning.
+    """
 
 
 @dataclass(frozen=True)
@@ -115,6 +124,16 @@ class Chain:
     def uuid(self) -> Any:
         return self._uuid()
 
+    def _apply_all(self, subject: Any) -> Any:
+        for each in self.passes:
+            try:
+                subject = each.apply(subject, self.record)
+            except UnknownStructure as error:
+                if Settings.from_environment().strict:
+                    raise
+                notice.warn_once(f"the order of this graph is left as it is ({error}); communication may be exposed")
+        return subject
+
 
 class GraphChain(Chain, CustomGraphPass):
     """A post-grad hook: FX graph in, changed in place."""
@@ -122,15 +141,11 @@ class GraphChain(Chain, CustomGraphPass):
     def __call__(self, graph) -> None:
         if self.before is not None:
             self.before(graph)
-        for each in self.passes:
-            each.apply(graph, self.record)
+        self._apply_all(graph)
 
 
 class SchedulerChain(Chain, CustomSchedulerPass):
     """A pre-fusion scheduler hook: list of scheduler nodes in, list out."""
 
     def __call__(self, nodes):
-        nodes = self.before(nodes) if self.before is not None else nodes
-        for each in self.passes:
-            nodes = each.apply(nodes, self.record)
-        return nodes
+        return self._apply_all(nodes if self.before is None else self.before(nodes))

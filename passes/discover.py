@@ -5,11 +5,13 @@ What is looked at are data dependencies, never names or positions:
 - An exchange's level is the number of our exchanges on the longest chain before it. A layer's first exchanges (dispatch;
   backward, the gradient of combine) have an even level, its second ones the odd level after it: layers that follow one
   another in a graph have different levels, and layers side by side share one.
-- A second exchange belongs to the one first exchange of its level's predecessor that it depends on.
+- A second exchange belongs to the one first exchange of its level's predecessor that it depends on. Where a forward is
+  recomputed in its backward (activation checkpointing) there are two: the one that depends on a tangent, as it does.
 - A GEMM belongs to the chunk whose first exchange it depends on without depending on any second exchange of that
-  layer. It is on the way to the second exchange if that depends on it, else it is free (a weight gradient).
+  layer. It is on the way if the second exchange, or another GEMM of the chunk, depends on it, else it is free (a weight
+  gradient).
 
-Raises `ContractError` for a graph that holds our exchanges in another structure.
+Raises `UnknownStructure` for a graph that holds our exchanges in another structure.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from compile_overlap import compat
 from compile_overlap.kernels import chunk_gemm  # noqa: F401  registers the operators
 from compile_overlap.schedule import Plan, Work
 
 from . import graphs
-from .base import ContractError
+from .base import ContractError, UnknownStructure
 
 aten = torch.ops.aten
 ops = torch.ops.compile_overlap
@@ -69,14 +72,16 @@ def discover(graph: torch.fx.Graph, unless_disabled: str = "") -> list[Layer]:
     levels: list[int] = []
     for index, start in enumerate(starts):
         levels.append(max((levels[i] + 1 for i in _bits(before[start] & ~(1 << index))), default=0))
-    partner = _pair(starts, before, levels)
+    tangent = _on_tangents(graph)
+    partner = _pair(starts, before, levels, tangent)
     members = _gemms_by_chunk(graph, starts, before, levels, partner)
     layers = []
     for level in sorted({level for level in levels if level % 2 == 0}):
         firsts = [i for i, own in enumerate(levels) if own == level]
-        for name in dict.fromkeys(starts[i].args[3] for i in firsts):
+        firsts.sort(key=lambda i: starts[i] in tangent)  # a recomputed forward comes before the backward
+        for name, on_tangents in dict.fromkeys((starts[i].args[3], starts[i] in tangent) for i in firsts):
             plan = graphs.plan_of(name)
-            mine = [i for i in firsts if starts[i].args[3] == name]
+            mine = [i for i in firsts if (starts[i].args[3], starts[i] in tangent) == (name, on_tangents)]
             for begin in range(0, len(mine), len(plan.sizes)):
                 indices = mine[begin : begin + len(plan.sizes)]
                 chunks = tuple(_chunk(starts, waits, i, partner.get(i), *members[i]) for i in indices)
@@ -111,16 +116,27 @@ def _dependencies(graph: torch.fx.Graph, waits: list[torch.fx.Node]) -> dict[tor
     return before
 
 
-def _pair(starts, before, levels) -> dict[int, int]:
+def _on_tangents(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """The nodes of a backward graph that depend on the gradient it begins with."""
+    found: set[torch.fx.Node] = set()
+    for node in graph.nodes:
+        if compat.is_tangent(node) or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _pair(starts, before, levels, tangent) -> dict[int, int]:
     """{first exchange: its second exchange}, as indices."""
     partner: dict[int, int] = {}
     for index, start in enumerate(starts):
         if levels[index] % 2 == 0:
             continue
         firsts = [i for i in _bits(before[start]) if levels[i] == levels[index] - 1]
+        if len(firsts) > 1 and start in tangent:
+            firsts = [i for i in firsts if starts[i] in tangent]
         if len(firsts) != 1 or firsts[0] in partner or starts[firsts[0]].args[3] != start.args[3]:
             names = [starts[i].name for i in firsts]
-            raise ContractError(f"{start.name}: must depend on one chunk's first exchange alone, depends on {names}")
+            raise UnknownStructure(f"{start.name}: must depend on one chunk's first exchange alone, depends on {names}")
         partner[firsts[0]] = index
     return partner
 
@@ -145,7 +161,25 @@ def _gemms_by_chunk(graph, starts, before, levels, partner) -> list[tuple[list, 
         second = partner.get(chunks[0])
         on_the_way = second is not None and leads[node] >> second & 1
         members[chunks[0]][0 if on_the_way else 1].append(node)
-    return members
+    return [_split(graph, *own) for own in members]
+
+
+def _split(graph: torch.fx.Graph, gemms: list, free: list) -> tuple[list, list]:
+    """The same GEMMs; those among `free` that another one depends on are on the way."""
+    if len(free) < 2:
+        return gemms, free
+    behind = {node: 1 << index for index, node in enumerate(free)}
+    needed = 0
+    for node in graph.nodes:
+        mask = 0
+        for source in node.all_input_nodes:
+            mask |= behind.get(source, 0)
+        if node in free:
+            needed |= mask
+        if mask:
+            behind[node] = behind.get(node, 0) | mask
+    early = [node for index, node in enumerate(free) if needed >> index & 1]
+    return sorted(gemms + early, key=list(graph.nodes).index), [node for node in free if node not in early]
 
 
 def _chunk(starts, waits, first: int, second: int | None, gemms, free) -> Chunk:
@@ -160,11 +194,11 @@ def _in_graph_order(plan: Plan, chunks: tuple[Chunk, ...], name: str) -> Plan:
     for sizes in (plan.sizes, plan.sizes[::-1]):
         if found == sizes:
             return replace(plan, sizes=sizes)
-    raise ContractError(f"{name}: exchanges of {found} tokens in one direction, the plan says {plan.sizes}")
+    raise UnknownStructure(f"{name}: exchanges of {found} tokens in one direction, the plan says {plan.sizes}")
 
 
 def _checked(layer: Layer) -> Layer:
     works = {chunk.work() for chunk in layer.chunks}
     if len(works) > 1:
-        raise ContractError(f"chunks of one layer do different work: {[chunk.work() for chunk in layer.chunks]}")
+        raise UnknownStructure(f"chunks of one layer do different work: {[chunk.work() for chunk in layer.chunks]}")
     return layer

@@ -57,9 +57,9 @@ def waits(start: torch.fx.Node) -> list[torch.fx.Node]:
     return [user for user in start.users if user.target is WAIT]
 
 
-def starts_by_alias(graph: torch.fx.Graph) -> Counter[str]:
-    """How many exchanges each alias has in the graph."""
-    return Counter(node.args[3] for node in starts(graph))
+def starts_by_alias(graph: torch.fx.Graph, unless_disabled: str = "") -> Counter[str]:
+    """How many exchanges each alias has in the graph, without layers that switch that pass off."""
+    return Counter(node.args[3] for node in starts(graph, unless_disabled))
 
 
 def scheduler_plan(scheduler_node) -> Plan | None:

@@ -5,7 +5,7 @@ Contract
     out     the same graph with `compile_overlap::chunk_bmm` in place of
             - each weight gradient that feeds a concatenation of its siblings (InPlaceGradients), and
             - each GEMM of a layer whose plan reserves SMs (ReserveSMs)
-    raises  `ContractError` when a free GEMM of a layer with several chunks feeds no concatenation of its siblings
+    raises  `UnknownStructure` when a concatenation mixes free GEMMs of a layer with something else
 
 Under `max_autotune` Inductor's own templates are kept: weight gradients are copied, and no SMs are reserved.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 import torch._inductor.config as inductor_config
 
-from .base import ContractError, OverlapPass
+from .base import OverlapPass, UnknownStructure
 from .discover import discover
 
 aten = torch.ops.aten
@@ -31,14 +31,12 @@ class InPlaceGradients(OverlapPass):
             if len(layer.chunks) == 1:
                 continue
             free = {node for chunk in layer.chunks for node in chunk.free}
-            for node in free:
-                whole = next(iter(node.users)) if len(node.users) == 1 else None
-                if whole is None or whole.target is not aten.cat.default or not set(whole.args[0]) <= free:
-                    users = [str(user.target) for user in node.users]
-                    raise ContractError(
-                        f"{node.name}: a chunk's weight gradient must feed one concatenation, not {users}"
-                    )
-            matches += sum(_lower(node, layer.plan.reserved_sms, in_place=True) for node in free)
+            wholes = {user for node in free for user in node.users if user.target is aten.cat.default}
+            for whole in wholes:
+                parts = set(whole.args[0])
+                if not parts <= free or any(len(part.users) > 1 for part in parts):
+                    raise UnknownStructure(f"{whole.name}: must concatenate weight gradients that nothing else reads")
+                matches += sum(_lower(part, layer.plan.reserved_sms, in_place=True) for part in parts)
         return graph, matches
 
 

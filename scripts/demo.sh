@@ -47,12 +47,16 @@ step() { # name, what it shows, lines of the log to print (sed script), command.
     sleep 1
     (((SECONDS - begin) % 20 == 0)) && echo "   running, $((SECONDS - begin)) s"
   done
-  if wait "$pid"; then
+  wait "$pid"
+  local status=$?
+  if ((status == 0)); then
     sed -n "$show" "$out/$name.log"
     verdicts+=("passed  $what ($((SECONDS - begin)) s)")
   else
     tail -n 25 "$out/$name.log"
-    verdicts+=("FAILED  $what: build/demo/$name.log")
+    local how=FAILED
+    ((status != 124)) || how="FAILED  (stopped after $limit s)"
+    verdicts+=("$how  $what: build/demo/$name.log")
     failed=1
   fi
 }

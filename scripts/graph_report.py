@@ -7,6 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, Iterator
 
+from compile_overlap.config import Settings
 from compile_overlap.schedule import BACKWARD, FORWARD, FREE, GEMM, START, WAIT, Interval, Schedule
 from passes import verify
 from passes.base import PassReport
@@ -108,7 +109,7 @@ def _numbers(schedule: Schedule) -> str:
     }
     shown = "".join(f"<div><b>{value}</b><span class='soft'>{name}</span></div>" for value, name in cells.items())
     unit = (f"<div class='soft'>Simulated, not measured: the unit is one token's forward computation, an exchange "
-            f"takes {rate:.3g} of it for each token. A colour is a chunk; dashed: weight gradients, which no "
+            f"takes {rate:.3g} of it for each token. A colour is a chunk, numbered in the order of this direction (backward may run forward's last chunk first); dashed: weight gradients, which no "
             "exchange waits for; hatched: computation waits; marks below: waits that cost nothing.</div>")
     return f"<div class='numbers'>{shown}</div>{unit}"
 
@@ -245,10 +246,12 @@ def _passes_section(recorder: Any) -> str:
         rows.append(_pass_row(run.stage, run.name, run.report, links, len(run.before), len(run.after)))
     for direction, report in recorder.verified.items():
         rows.append(_pass_row(direction, report.name, report, "", report.before, report.after))
+    disabled = Settings.from_environment().disabled_passes
+    off = f" (here: {escape(', '.join(disabled))})" if disabled else ""
     return ("<section id='passes'><h2>Passes</h2><div class='scroll'><table><tr><th>graph</th><th>pass</th>"
             "<th class='number'>matches</th><th class='number'>time, ms</th><th class='number'>operators before</th>"
             f"<th class='number'>after</th><th>files</th></tr>{''.join(rows)}</table></div><p class='soft'>A pass "
-            "without matches found none of our exchanges, or nothing to do there.</p></section>")
+            f"without matches found none of our exchanges, had nothing to do, or is switched off{off}.</p></section>")
 
 
 def _pass_row(stage: str, name: str, report: PassReport | None, links: str, before: int, after: int) -> str:

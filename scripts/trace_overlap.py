@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What runs beside what on the GPU: a profile of one or more modes, and how much of the communication is hidden.
+r"""What runs beside what on the GPU: a profile of one or more modes, and how much of the communication is hidden.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 scripts/trace_overlap.py \
         --modes kernel,kernel:naive --output traces [the benchmark's flags, --backward among them]

@@ -17,6 +17,8 @@ from typing import Callable
 
 import torch
 
+from .. import compat
+
 
 @torch.library.custom_op("compile_overlap::chunk_bmm", mutates_args=())
 def chunk_bmm(left: torch.Tensor, right: torch.Tensor, reserved_sms: int, in_place: bool) -> torch.Tensor:
@@ -55,6 +57,8 @@ def register_lowering() -> None:
 
     @lowering.register_lowering(torch.ops.compile_overlap.chunk_bmm.default, type_promotion_kind=None)
     def lower(left, right, reserved_sms, in_place):
+        if compat.writes_cpp_wrapper():  # it can only call what has a C++ name
+            return lowering.lowerings[torch.ops.aten.bmm.default](left, right)
         left, right = (ir.ExternKernel.realize_input(operand) for operand in (left, right))
         size = [left.get_size()[0], left.get_size()[1], right.get_size()[2]]
         kind = ir.FlexibleLayout if in_place else ir.FixedLayout

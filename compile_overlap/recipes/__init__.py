@@ -49,14 +49,13 @@ def local_ffns(
         biases = zip((b.unsqueeze(1) for b in b1.split(sizes)), (b.unsqueeze(1) for b in bout.split(sizes)))
         shared = zip(*(_Share.apply(norm, len(sizes)) for norm in norms))
         return [_fused(*w, *b, n, bias, eps) for w, b, n in zip(weights, biases, shared)]
-    # fp32 copies collect the chunks' gradients in fp32 and round once; bf16 and fp16 are exact in fp32.
-    norms = tuple(t.float() for t in norms)
+    norms = exact.Norms.of(norms)
     expanded_bout = [t.transpose(0, 1) for t in exact.expand_rows(bout, rows).split(sizes, dim=1)]
     added = bias == ADD
     biases = zip(b1.split(sizes) if added else _expanded(b1, rows, sizes), expanded_bout)
     carriers = ()
     if whole_norm_gradients:
-        carriers = exact.Whole.apply(b1 if added else None, *norms, w1, sizes, rows, *eps)
+        carriers = exact.Whole.apply(b1 if added else None, *norms.collecting, *norms.weights, w1, sizes, rows, *eps)
     per_chunk = exact.CARRIERS if whole_norm_gradients else 0
     return [
         _exact(*w, *b, norms, bias, eps, carriers[c * per_chunk : (c + 1) * per_chunk])

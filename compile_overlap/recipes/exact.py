@@ -11,6 +11,8 @@ there in the tensors' dtype, and in bf16 another order moves the result by sever
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch.autograd import Function
 
@@ -39,17 +41,12 @@ def gated_norm_op(
     eps_x: float,
     eps_gate: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """LN_x(U) * silu(LN_gate(G)) of (U,G) = z [l,n,2H] + bias [l,2H]; norm weights [H] in fp32.
+    """LN_x(U) * silu(LN_gate(G)) of (U,G) = z [l,n,2H] + bias [l,2H]; norm weights [H] in z's dtype.
 
     Returns the product [l,n,H] and mean and reciprocal standard deviation of U and of G, each [l,n,1].
     """
-    if kernel.takes(z):
-        return kernel.forward(z, bias, gamma_x, beta_x, gamma_gate, beta_gate, eps_x, eps_gate)
-    u, g = _biased_halves(z, bias)
-    hidden = [u.shape[-1]]
-    normed, mean_x, rstd_x = aten.native_layer_norm(u, hidden, gamma_x.to(z.dtype), beta_x.to(z.dtype), eps_x)
-    gate, mean_g, rstd_g = aten.native_layer_norm(g, hidden, gamma_gate.to(z.dtype), beta_gate.to(z.dtype), eps_gate)
-    return normed * aten.silu(gate), mean_x, rstd_x, mean_g, rstd_g
+    call = kernel.forward if kernel.takes(z) else kernel.by_aten
+    return call(z, bias, gamma_x, beta_x, gamma_gate, beta_gate, eps_x, eps_gate)
 
 
 @gated_norm_op.register_fake
@@ -83,8 +80,7 @@ def gated_norm_backward_op(
     """
     u, g = _biased_halves(z, bias)
     hidden, mask = [u.shape[-1]], [for_input, for_weights, for_weights]
-    weights_x = gamma_x.to(z.dtype), beta_x.to(z.dtype)
-    weights_gate = gamma_gate.to(z.dtype), beta_gate.to(z.dtype)
+    weights_x, weights_gate = (gamma_x, beta_x), (gamma_gate, beta_gate)
     normed = aten.native_layer_norm(u, hidden, *weights_x, eps_x)[0]
     gate = aten.native_layer_norm(g, hidden, *weights_gate, eps_gate)[0]
     grad_normed = grad * aten.silu(gate)
@@ -93,7 +89,7 @@ def gated_norm_backward_op(
     grad_g, *grads_gate = aten.native_layer_norm_backward(
         grad_gate, g, hidden, mean_gate, rstd_gate, *weights_gate, mask
     )
-    empty = [gamma_x.new_empty(0) for _ in range(4)]
+    empty = [z.new_empty(0, dtype=torch.float32) for _ in range(4)]
     grads = [t.float() for t in (*grads_x, *grads_gate)] if for_weights else empty
     if not for_input:
         return (z.new_empty(0), z.new_empty(0), *grads)
@@ -106,32 +102,50 @@ def _(
     grad, z, bias, gamma_x, beta_x, gamma_gate, beta_gate, mean_x, rstd_x, mean_gate, rstd_gate, eps_x, eps_gate,
     for_input, for_weights,
 ):
-    weights = [t.new_empty(t.shape if for_weights else 0) for t in (gamma_x, beta_x, gamma_gate, beta_gate)]
+    shape = gamma_x.shape if for_weights else (0,)
+    weights = [gamma_x.new_empty(shape, dtype=torch.float32) for _ in range(4)]
     grad_bias = z.new_empty(0 if bias is None or not for_input else bias.shape)
     return (z.new_empty(z.shape if for_input else 0), grad_bias, *weights)
+
+
+class Norms(NamedTuple):
+    """The four norm weights [H] as the parameters hold them, and fp32 copies that collect the chunks' gradients.
+
+    The copies are only differentiated, never read: a chunk's gradient reaches the parameter in fp32, where the chunks'
+    are summed and rounded once.
+    """
+
+    weights: tuple[torch.Tensor, ...]
+    collecting: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, weights: tuple[torch.Tensor, ...]) -> Norms:
+        return cls(tuple(weight.detach() for weight in weights), tuple(weight.float() for weight in weights))
 
 
 class _GatedNorm(Function):
     """The operator with its gradient; `carriers` (see `Whole`) take the place of the norm weights' gradients."""
 
     @staticmethod
-    def forward(ctx, z, bias, gamma_x, beta_x, gamma_gate, beta_gate, eps_x, eps_gate, *carriers):
-        out, *stats = gated_norm_op(z, bias, gamma_x, beta_x, gamma_gate, beta_gate, eps_x, eps_gate)
-        ctx.save_for_backward(z, bias, gamma_x, beta_x, gamma_gate, beta_gate, *stats)
-        ctx.eps = eps_x, eps_gate
+    def forward(ctx, z, bias, *rest):
+        _collecting, weights, eps, carriers = rest[:4], rest[4:8], rest[8:10], rest[10:]
+        out, *stats = gated_norm_op(z, bias, *weights, *eps)
+        ctx.save_for_backward(z, bias, *weights, *stats)
+        ctx.eps = eps
         ctx.whole = len(carriers) > 0
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        z, bias, gamma_x, beta_x, gamma_gate, beta_gate, *stats = ctx.saved_tensors
+        z, bias, *weights_and_stats = ctx.saved_tensors
         grad_z, grad_bias, *grads = gated_norm_backward_op(
-            grad, z, bias, gamma_x, beta_x, gamma_gate, beta_gate, *stats, *ctx.eps, True, not ctx.whole
+            grad, z, bias, *weights_and_stats, *ctx.eps, True, not ctx.whole
         )
         grad_bias = grad_bias if bias is not None else None
+        unread = (None,) * 6
         if ctx.whole:
-            return grad_z, grad_bias, None, None, None, None, None, None, grad, z, *stats
-        return grad_z, grad_bias, *grads, None, None
+            return grad_z, grad_bias, None, None, None, None, *unread, grad, z, *weights_and_stats[4:]
+        return grad_z, grad_bias, *grads, *unread
 
 
 CARRIERS = 6
@@ -146,10 +160,11 @@ class Whole(Function):
     """
 
     @staticmethod
-    def forward(ctx, bias, gamma_x, beta_x, gamma_gate, beta_gate, like_z, sizes, rows, eps_x, eps_gate):
-        ctx.save_for_backward(bias, gamma_x, beta_x, gamma_gate, beta_gate)
-        ctx.eps = eps_x, eps_gate
-        H = gamma_x.shape[0]
+    def forward(ctx, bias, *rest):
+        _collecting, weights, (like_z, sizes, rows, *eps) = rest[:4], rest[4:8], rest[8:]
+        ctx.save_for_backward(bias, *weights)
+        ctx.eps = eps
+        H = weights[0].shape[0]
         carriers = []
         for length in sizes:
             carriers.append(like_z.new_zeros(()).expand(length, rows, H))
@@ -160,12 +175,10 @@ class Whole(Function):
 
     @staticmethod
     def backward(ctx, *handed_back):
-        bias, gamma_x, beta_x, gamma_gate, beta_gate = ctx.saved_tensors
+        bias, *weights = ctx.saved_tensors
         grad, z, *stats = (torch.cat(handed_back[i :: CARRIERS]) for i in range(CARRIERS))
-        _, _, *grads = gated_norm_backward_op(
-            grad, z, bias, gamma_x, beta_x, gamma_gate, beta_gate, *stats, *ctx.eps, False, True
-        )
-        return None, *grads, None, None, None, None, None
+        _, _, *grads = gated_norm_backward_op(grad, z, bias, *weights, *stats, *ctx.eps, False, True)
+        return None, *grads, *[None] * 9
 
 
 @torch.library.custom_op("compile_overlap::row_sum", mutates_args=())
@@ -201,9 +214,9 @@ def expand_rows(bias_ld: torch.Tensor, rows: int) -> torch.Tensor:
 def gated_norm(
     z_lnf: torch.Tensor,
     bias: torch.Tensor | None,
-    norms: tuple[torch.Tensor, ...],
+    norms: Norms,
     eps: tuple[float, float],
     carriers: tuple[torch.Tensor, ...] = (),
 ) -> torch.Tensor:
     """LN_x(U) * silu(LN_gate(G)) of (U,G) = z + bias, rounded as eager rounds: [l,n,2H] -> [l,n,H]."""
-    return _GatedNorm.apply(z_lnf, bias, *norms, *eps, *carriers)
+    return _GatedNorm.apply(z_lnf, bias, *norms.collecting, *norms.weights, *eps, *carriers)

@@ -1,5 +1,6 @@
 """Process setup from torchrun's environment, and the few group operations that the tools share."""
 
+import ctypes
 import os
 from dataclasses import dataclass
 
@@ -81,6 +82,11 @@ def start_runtime(device):
 
 
 def stop_runtime():
-    """Leave the process group, if one was initialised here."""
+    """Leave the process group, if one was initialised here.
+
+    The group's object is never freed: gloo's destructor joins its worker thread while it holds the interpreter's lock,
+    which that thread may be waiting for to free a tensor (seen on torch 2.6.0, in one of some ten runs).
+    """
     if dist.is_available() and dist.is_initialized():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
         dist.destroy_process_group()

@@ -36,15 +36,14 @@ def _eager(z, bias, norms):
 def test_equals_eager(shape, dtype, biased, scale):
     z, bias, norms = _inputs(shape, dtype, scale)
     bias = bias if biased else None
-    floats = tuple(t.float() for t in norms)
-    out = exact.gated_norm(z, bias, floats, (1e-5, 1e-5))
+    out = exact.gated_norm(z, bias, exact.Norms.of(norms), (1e-5, 1e-5))
     assert torch.equal(out, _eager(z, bias, norms))
 
 
 def test_statistics_equal_aten():
     z, bias, norms = _inputs((2, 100, 7680), torch.bfloat16, 1.0)
     assert kernel.takes(z)
-    _, *stats = kernel.forward(z, bias, *(t.float() for t in norms), 1e-5, 1e-5)
+    _, *stats = kernel.forward(z, bias, *norms, 1e-5, 1e-5)
     u, g = (z + bias.unsqueeze(1)).chunk(2, -1)
     expected = []
     for half, gamma, beta in ((u, *norms[:2]), (g, *norms[2:])):
@@ -56,7 +55,7 @@ def test_statistics_equal_aten():
 def test_gradients_equal_eager(dtype):
     z, bias, norms = _inputs((3, 40, 768), dtype, 1.0)
     grads = []
-    for run in (lambda z, b, n: exact.gated_norm(z, b, tuple(t.float() for t in n), (1e-5, 1e-5)), _eager):
+    for run in (lambda z, b, n: exact.gated_norm(z, b, exact.Norms.of(n), (1e-5, 1e-5)), _eager):
         leaves = [t.clone().requires_grad_() for t in (z, bias, *norms)]
         out = run(leaves[0], leaves[1], leaves[2:])
         grads.append(torch.autograd.grad(out, leaves, torch.ones_like(out) * z[..., :768]))

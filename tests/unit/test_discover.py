@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from compile_overlap import notice
 from compile_overlap.schedule import FORWARD, Plan, Work
 from passes import graphs, reorder, verify
-from passes.base import ContractError
+from passes.base import ContractError, UnknownStructure
 from passes.discover import discover
 from passes.lower_gemms import InPlaceGradients, ReserveSMs
 from passes.reorder import Reorder, node_order
@@ -64,8 +65,8 @@ def chunks_of(plan=Plan((2, 2)), found=None, layers=1, **kinds):
 @pytest.mark.parametrize("second, free", [(True, 0), (True, 2), (False, 1)])
 def test_what_a_chunk_holds(second, free):
     (layer,) = discover(chunks_of(free=free, second=second))
-    # Without a second exchange no GEMM is on the way to one.
-    assert [chunk.work() for chunk in layer.chunks] == [Work(2 * second, free + 2 * (not second), second)] * 2
+    # Without a second exchange the first GEMM is on the way to the second one, which is free.
+    assert [chunk.work() for chunk in layer.chunks] == [Work(1 + second, free + (not second), second)] * 2
     assert [chunk.size for chunk in layer.chunks] == [2, 2]
 
 
@@ -170,12 +171,14 @@ def test_gemms_are_lowered_where_the_plan_says():
     assert ReserveSMs().run(chunks_of(free=2))[1] == 0
 
 
-def test_a_weight_gradient_without_a_whole_is_refused():
+def test_weight_gradients_that_something_else_reads_are_refused():
     build = Builder()
     weight = build.input("w", ROWS, DIM, DIM)
     parts = [build.chunk(build.input(f"x{i}", ROWS, 2, DIM), weight, 2, free=1) for i in range(2)]
-    graph = build.done(*(node for out, free in parts for node in (out, *free)))
-    with pytest.raises(ContractError, match="one concatenation"):
+    gradients = [node for _, free in parts for node in free]
+    whole = build.call(aten.cat.default, (4, DIM, DIM), gradients)
+    graph = build.done(*(out for out, _ in parts), whole, *gradients)
+    with pytest.raises(UnknownStructure, match="nothing else reads"):
         InPlaceGradients().run(graph)
 
 
@@ -188,7 +191,7 @@ def test_a_pass_that_is_switched_off_does_nothing():
 
 
 WRAPPER = """
-    buf1 = torch.ops._c10d_functional.all_to_all_single.default(buf0, [2], [2], 'compile_overlap[2 r4 a3 b1 s0]:0')
+    buf1 = torch.ops._c10d_functional.all_to_all_single.default(buf0, [2], [2], 'compile_overlap[2 r4 a2 b1 s0]:0')
     torch.ops._c10d_functional.wait_tensor.default(buf1)
     extern_kernels.bmm(buf1, w, out=buf2)
 """
@@ -203,7 +206,7 @@ def test_the_order_is_read_from_the_wrapper():
 
 def test_outside_strict_mode_a_wrong_wrapper_warns_once(monkeypatch, caplog):
     monkeypatch.setattr(verify.compat, "graph_meta", lambda key: ["wait 0"])
-    monkeypatch.setattr(verify, "_warned", False)
+    monkeypatch.setattr(notice, "_SAID", set())
     for _ in range(2):
         verify.check_wrapper(WRAPPER, pytest.fail)
     assert len([r for r in caplog.records if "leaves the schedule" in r.message]) == 1

@@ -9,7 +9,7 @@ from compile_overlap.recipes import exact
 def _inputs(dtype, biased):
     torch.manual_seed(0)
     z, bias = torch.randn(2, 3, 16).to(dtype), torch.randn(2, 16).to(dtype)
-    norms = tuple(torch.randn(8).to(dtype).float() for _ in range(4))
+    norms = tuple(torch.randn(8).to(dtype) for _ in range(4))
     return z, bias if biased else None, norms
 
 
