@@ -12,12 +12,12 @@ from torch._dynamo.comptime import comptime
 
 import passes
 
-from . import compat, compiler, measure, notice, plan, probe
+from . import compat, compiler, notice, plan, probe, transport
 from .config import Settings
 from .group import all_ranks, group_name, overlap_alias, same_on_all_ranks
 from .layer import overlapped_ffn
 from .layout import Layout, check_call, eps_of, parameters_of
-from .recipes import EAGER_EXACT, INDUCTOR
+from .recipes import ADD, EAGER_EXACT, INDUCTOR
 from .schedule import Plan
 
 
@@ -84,17 +84,16 @@ def decide(ffn: Any, inputs: torch.Tensor, layout: Layout, settings: Settings) -
     return known[key]
 
 
-def plan_for(ffn: Any, layout: Layout, settings: Settings) -> Plan:
-    """The plan of this layer; a group's first plan measures it, so that all its ranks must ask for one together."""
-    w1 = ffn.w1
-    costs = settings.costs or measure.costs_of(ffn.ep_group, layout.P, w1.device, w1.dtype)
-    return plan.make_plan(layout, w1.element_size(), w1.device.type, torch.is_grad_enabled(), settings, costs)
+def plan_for(ffn: Any, layout: Layout, settings: Settings, bias: str = ADD) -> Plan:
+    """The plan of this layer with this bias form (see `transport.plan_for`)."""
+    w1, training = ffn.w1, torch.is_grad_enabled()
+    return transport.plan_for(ffn.ep_group, ffn.ep_index, layout, w1.dtype, w1.device, training, bias, settings)
 
 
 def _static(
     ffn: Any, layout: Layout, settings: Settings, candidate: probe.Candidate, comp_only: bool
 ) -> dict[str, Any]:
-    chosen = plan_for(ffn, layout, settings)
+    chosen = plan_for(ffn, layout, settings, candidate[1])
     exchanged = layout.P > 1 and not comp_only
     return {
         "sizes": chosen.sizes,
@@ -149,6 +148,7 @@ def reset() -> None:
     """Forget every decision and compiled configuration; the next calls decide and compile again, on every rank."""
     _DECISIONS.clear()
     compiler.reset()
+    transport.reset()
 
 
 # Inside an outer torch.compile. Dynamo traces these lines; what must not be traced runs at trace time.
@@ -220,7 +220,7 @@ def _at_trace_time(
     passes.install()
     layout = Layout(P, B, T, D, H)
     resolved = torch._C._distributed_c10d._resolve_process_group(group) if group else None
-    costs = settings.costs or measure.costs_of(resolved, layout.P, device, dtype)
-    chosen = plan.make_plan(layout, dtype.itemsize, device.type, training, settings, costs)
+    bias = settings.bias or form
+    chosen = transport.plan_for(resolved, rank, layout, dtype, device, training, bias, settings)
     alias = overlap_alias(resolved, chosen) if exchanged else None
-    return False, chosen.sizes, alias, settings.bias or form
+    return False, chosen.sizes, alias, bias

@@ -8,6 +8,7 @@
 | `A2A_FFN_NORM_GRADIENTS` | `whole`, `chunks`             | one exact reduction, or fp32 sums of the chunks'       |
 | `A2A_FFN_IN_FLIGHT` | a count                               | chunks dispatched beyond the one computed (default: 2) |
 | `A2A_FFN_RESERVED_SMS` | a count                            | SMs that GEMMs leave to the exchanges (default: by the link) |
+| `A2A_FFN_TRANSPORT` | `collectives`, `peers`               | NCCL, or the peers' memory where the group can (default: collectives) |
 | `A2A_FFN_COSTS`    | `us,GB/s,TFLOP/s`                      | latency, link and GEMM rate to plan with (default: measured on NCCL groups) |
 | `A2A_FFN_DISABLE_PASSES` | names, or `all`                  | passes to switch off, for ablation                     |
 | `A2A_FFN_STRICT`   | `1`                                    | an error instead of delegating, or of a wrapper that leaves the schedule |
@@ -24,6 +25,9 @@ from .measure import Costs
 from .recipes import BIAS_FORMS, RECIPES
 
 
+PEERS = "peers"
+
+
 @dataclass(frozen=True)
 class Settings:
     """What the environment asks for; None and the empty tuple leave the choice to the plan."""
@@ -35,6 +39,7 @@ class Settings:
     norm_gradients: str | None = None
     in_flight: int | None = None
     reserved_sms: int | None = None
+    transport: str | None = None
     costs: Costs | None = None
     disabled_passes: tuple[str, ...] = ()
     strict: bool = False
@@ -51,6 +56,7 @@ class Settings:
             norm_gradients=_one_of("A2A_FFN_NORM_GRADIENTS", ("whole", "chunks")),
             in_flight=_count("A2A_FFN_IN_FLIGHT", 1),
             reserved_sms=_count("A2A_FFN_RESERVED_SMS", 0),
+            transport=_one_of("A2A_FFN_TRANSPORT", ("collectives", PEERS)),
             costs=_costs("A2A_FFN_COSTS"),
             disabled_passes=_passes("A2A_FFN_DISABLE_PASSES"),
             strict=_one_of("A2A_FFN_STRICT", ("0", "1")) == "1",

@@ -9,6 +9,7 @@ import torch
 from . import api, plan
 from .config import Settings
 from .layout import Layout, check_call
+from .recipes import ADD
 from .schedule import FORWARD, START, Plan, Work, build
 
 
@@ -23,7 +24,7 @@ def explain(ffn: Any, inputs: torch.Tensor) -> str:
     decision = None if reason else api.decide(ffn, inputs, layout, settings)
     if decision is not None and decision.recipe is None:
         reason = decision.reason
-    chosen = api.plan_for(ffn, layout, settings)
+    chosen = api.plan_for(ffn, layout, settings, (decision and decision.bias) or ADD)
     sizes = chosen.sizes
     sent = layout.exchange_bytes(inputs.element_size())
     lines = [
@@ -32,7 +33,7 @@ def explain(ffn: Any, inputs: torch.Tensor) -> str:
         f"chunks     {len(sizes)} along L, of {', '.join(map(str, sizes))} tokens",
         f"schedule   {_schedule(chosen, layout, sent)}",
         f"exchange   {_size(sent)} sent per rank in each dispatch and each combine",
-        f"transport  {_transport(layout.P, inputs)}",
+        f"transport  {_transport(layout.P, inputs, chosen)}",
     ]
     if reason is not None:
         lines.append(f"recipe     none: the reference overlap='none' answers, because {reason}")
@@ -56,7 +57,9 @@ def _size(count: int) -> str:
     return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
 
 
-def _transport(P: int, inputs: torch.Tensor) -> str:
+def _transport(P: int, inputs: torch.Tensor, chosen: Plan) -> str:
     if P == 1:
         return "none: one rank, the exchange is a local layout change"
+    if chosen.peers:
+        return "the peers' memory: copy engines dispatch, the second GEMM stores what it combines"
     return f"functional collectives over {'NCCL' if inputs.is_cuda else 'gloo'}"

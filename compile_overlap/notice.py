@@ -19,6 +19,13 @@ def warn_once(text: str) -> None:
     _SAID.add(text)
 
 
+def fall_back(reason: str, *, rank: int) -> None:
+    """Say once that exchanges go through collectives although the peers' memory was asked for, and why."""
+    text = f"exchanging by collectives, not through the peers' memory: {reason}"
+    if rank == 0:
+        warn_once(text)
+
+
 def delegate(reason: str, *, strict: bool, rank: int) -> None:
     """Say once that the reference `none` answers, and why; with `strict` raise `Delegated` instead."""
     if strict:

@@ -52,6 +52,12 @@ def starts(graph: torch.fx.Graph, unless_disabled: str = "") -> list[torch.fx.No
     return [node for node, plan in plans if plan is not None and unless_disabled not in plan.disabled]
 
 
+def puts(graph: torch.fx.Graph, unless_disabled: str = "") -> list[torch.fx.Node]:
+    """Our exchanges' starts after `LowerToPeers`."""
+    nodes = graph.find_nodes(op="call_function", target=torch.ops.compile_overlap.peer_put.default)
+    return [node for node in nodes if unless_disabled not in plan_of(node.args[-1]).disabled]
+
+
 def waits(start: torch.fx.Node) -> list[torch.fx.Node]:
     """The waits applied directly to a start's result."""
     return [user for user in start.users if user.target is WAIT]

@@ -4,12 +4,12 @@ An outer `torch.compile` inlines the layer and ignores an inner backend, so the 
 configuration for the whole process. They act only on graphs that hold an exchange of ours, and a hook that somebody
 else installed before keeps running, first.
 
-| hook                               | passes                                                              |
-| ---------------------------------- | ------------------------------------------------------------------- |
-| `joint_custom_post_pass`           | LocalizeViews                                                       |
-| `post_grad_custom_post_pass`       | CheckExchanges, Reorder, InPlaceGradients, ReserveSMs, ShareKernels |
-| `_pre_fusion_custom_pass`          | PinOrder                                                            |
-| every wrapper that Inductor writes | verify                                                              |
+| hook                               | passes                                                                            |
+| ---------------------------------- | --------------------------------------------------------------------------------- |
+| `joint_custom_post_pass`           | LocalizeViews                                                                     |
+| `post_grad_custom_post_pass`       | CheckExchanges, Reorder, InPlaceGradients, ReserveSMs, LowerToPeers, ShareKernels |
+| `_pre_fusion_custom_pass`          | PinOrder                                                                          |
+| every wrapper that Inductor writes | verify                                                                            |
 
 A layer switches passes off by name (`A2A_FFN_DISABLE_PASSES`); the names travel in its plan, so in the graph itself.
 """
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch._inductor.config as inductor_config
 
-from compile_overlap import compat
+from compile_overlap import compat, peers
 from compile_overlap.kernels import chunk_gemm
 
 from . import verify
@@ -29,6 +29,7 @@ from .base import Chain, GraphChain, PassReport, SchedulerChain
 from .check_exchanges import CheckExchanges
 from .localize_views import LocalizeViews
 from .lower_gemms import InPlaceGradients, ReserveSMs
+from .lower_to_peers import LowerToPeers
 from .pin_order import PinOrder
 from .reorder import Reorder
 from .share_kernels import ShareKernels
@@ -38,7 +39,7 @@ _HOOKS: dict[str, Any] = {
     "joint_custom_post_pass": (GraphChain, (LocalizeViews(),)),
     "post_grad_custom_post_pass": (
         GraphChain,
-        (CheckExchanges(), Reorder(), InPlaceGradients(), ReserveSMs(), ShareKernels()),
+        (CheckExchanges(), Reorder(), InPlaceGradients(), ReserveSMs(), LowerToPeers(), ShareKernels()),
     ),
     "_pre_fusion_custom_pass": (SchedulerChain, (PinOrder(),)),
 }
@@ -86,6 +87,7 @@ def install() -> None:
     global _watching
     compat.constrain_all_to_all_strides()
     chunk_gemm.register_lowering()
+    peers.register_lowering()
     if not _watching:
         compat.watch_wrappers(lambda code: verify.check_wrapper(code, _record))
         _watching = True

@@ -30,7 +30,7 @@ class ShareKernels(OverlapPass):
     name = "share-kernels"
 
     def run(self, graph: torch.fx.Graph):
-        if not graphs.starts(graph, unless_disabled=self.name):
+        if not graphs.starts(graph, self.name) and not graphs.puts(graph, self.name):
             return graph, 0
         splits = [node for node in graph.nodes if _splits_an_input(node) and not _feeds_operator(node)]
         for node in splits:

@@ -5,7 +5,7 @@ Contract
     out     nothing; what was compared is in the pass log (one match for each start, wait and GEMM)
     raises  `ContractError` under `A2A_FFN_STRICT=1` when the two orders differ; otherwise it warns once
 
-Starts are compared by their place in the order of starts, waits by the start whose buffer they take. GEMMs are compared
+Exchanges through the peers' memory are compared by their operators. Starts are compared by their place in the order of starts, waits by the start whose buffer they take. GEMMs are compared
 where the graph holds no others than ours (a wrapper does not say whose a GEMM is) and Inductor calls them as they are
 (not under `max_autotune`). C++ wrappers are not read. Code that comes from a warm cache was verified when it was
 generated.
@@ -30,6 +30,8 @@ NAME = "verify"
 _KEY = "compile_overlap_order"
 _START = re.compile(r"^\s*(\w+) = torch\.ops\._c10d_functional\.all_to_all_single\.default\(.*'(compile_overlap\[[^']*)'")
 _WAIT = re.compile(r"torch\.ops\._c10d_functional\.wait_tensor\.default\((\w+)\)")
+_PEER_NODE = re.compile(r"compile_overlap\.(peer_\w+)\.default")
+_PEER = re.compile(r"torch\.ops\.compile_overlap\.(peer_\w+)\.default\(")
 _GEMM = re.compile(r"extern_kernels\.(?:bmm|baddbmm|mm|addmm|compile_overlap_chunk_bmm)\(|ops\.compile_overlap\.chunk_b")
 
 
@@ -44,6 +46,8 @@ def expect(graph: torch.fx.Graph) -> None:
             order.append(f"start {starts[node]}")
         elif node.target is graphs.WAIT and node.args[0] in starts:
             order.append(f"wait {starts[node.args[0]]}")
+        elif peer := _PEER_NODE.match(str(node.target)):
+            order.append(peer.group(1))
         elif alone and node in ours:
             order.append("gemm")
     graph.owning_module.meta[_KEY] = order
@@ -58,6 +62,8 @@ def order_in_wrapper(code: str) -> list[str]:
             buffers[start.group(1)] = len(buffers)
         elif (wait := _WAIT.search(line)) and wait.group(1) in buffers:
             order.append(f"wait {buffers[wait.group(1)]}")
+        elif peer := _PEER.search(line):
+            order.append(peer.group(1))
         elif _GEMM.search(line):
             order.append("gemm")
     return order

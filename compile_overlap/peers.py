@@ -1,0 +1,250 @@
+"""Exchanges between GPUs that see each other's memory: no collective, no SMs for the dispatch, no pack, no unpack.
+
+Every rank of a group keeps two symmetric buffers (`Room`): an inbox, into which its peers' copy engines put the rows
+that they dispatch, and its results, into which their GEMMs store the rows that they combine (`kernels.gemm_combine`).
+
+    peer_put      my tokens of a chunk, straight from [B,T,D] into each inbox [P*B,l,D], and a signal to its owner
+    peer_take     waits for the signals of all peers; the rows that have arrived
+    peer_gemm     the second GEMM, stored into everybody's results
+    peer_finish   waits until everybody has stored; a private copy of my results
+
+When a buffer may be written again, for calls of a layer one after the other on all ranks:
+
+- My inbox is read between `peer_take` and the end of the call's GEMMs. A peer's next `peer_put` follows its
+  `peer_finish`, whose barrier I enter after these GEMMs.
+- My results are read by the copy in `peer_finish`. A peer stores into them again only in a GEMM that waited for my next
+  `peer_put`, which follows that copy: on the same stream, or through `Room.free`, which orders calls on other streams.
+
+So one inbox and one buffer of results serve any number of layers and streams; what a caller gets is its own. Signals are
+flags on the device that each wait resets, so that eager calls and replays of a CUDA graph can follow one another. A wait
+never waits for something that is issued after it, on any rank: put -> take -> GEMM -> barrier is the order on each.
+
+Operators carry the layer's alias of its group (`passes.graphs`), by which they find the room.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import socket
+from typing import Any, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+
+from . import group as groups
+from .kernels import gemm_combine
+
+BARRIER_CHANNEL = 0
+_DEVICE_TO_DEVICE = 3  # cudaMemcpyDeviceToDevice
+_SMALLEST = 1 << 20
+
+
+def _symmetric(nbytes: int, device: torch.device, group: Any) -> tuple[torch.Tensor, Any]:
+    """A buffer [nbytes] of bytes that all ranks of the group can address, and its handle; all of them call this."""
+    buffer = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+    return buffer, symmetric_memory.rendezvous(buffer, group.group_name)
+
+
+class Room:
+    """The symmetric buffers of one group, for exchanges of up to `nbytes` bytes a rank."""
+
+    def __init__(self, group: Any, nbytes: int, device: torch.device):
+        self.nbytes = nbytes
+        self.inbox, self.inbox_handle = _symmetric(nbytes, device, group)
+        self.results, self.results_handle = _symmetric(nbytes, device, group)
+        self.rank, self.size = self.inbox_handle.rank, self.inbox_handle.world_size
+        self.inboxes = list(self.inbox_handle.buffer_ptrs)
+        self.addresses = torch.tensor(list(self.results_handle.buffer_ptrs), dtype=torch.int64, device=device)
+        self.sending = torch.cuda.Stream(device)
+        self.sent: dict[int, torch.cuda.Event] = {}
+        self.free = torch.cuda.Event()
+
+    def peers(self) -> list[int]:
+        """The other ranks, beginning with the next one, so that not all send to one at once."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+
+_ROOMS: dict[str, list[Room]] = {}
+
+
+def room(alias: str) -> Room:
+    """The newest room of the group that an alias names."""
+    return _ROOMS[alias.split("]:", 1)[1]][-1]
+
+
+def make_room(group: Any, nbytes: int, device: torch.device) -> None:
+    """Make sure that the group has buffers of `nbytes`; all its ranks call this alike.
+
+    Sizes double, and the smaller ones are kept (a captured CUDA graph may use them): in all at most twice the largest.
+    """
+    rooms = _ROOMS.setdefault(groups.group_name(group), [])
+    if not rooms or rooms[-1].nbytes < nbytes:
+        size = max(_SMALLEST, 1 << (nbytes - 1).bit_length())
+        rooms.append(Room(dist.group.WORLD if group is None else group, size, device))
+
+
+@functools.lru_cache(maxsize=None)
+def obstacle(group: Any, P: int, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why this group cannot exchange through its members' memory, or None; agreed by all its ranks, asked once."""
+    mine = _own_obstacle(device, dtype)
+    same_host = groups.same_on_all_ranks(group, P, device, socket.gethostname())
+    if not same_host:
+        return "the ranks are on several hosts"
+    if not groups.all_ranks(group, P, device, mine is None):
+        return mine or "another rank cannot"
+    return None
+
+
+def _own_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cuda" or torch.version.cuda is None:
+        return "no CUDA device"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"{dtype} has no kernel"
+    if gemm_combine.triton is None:
+        return "Triton is not installed"
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        return "the kernels need compute capability 9.0"
+    others = (index for index in range(torch.cuda.device_count()) if index != device.index)
+    if not all(torch.cuda.can_device_access_peer(device.index, other) for other in others):
+        return "the GPUs cannot read each other's memory"
+    return None
+
+
+@functools.lru_cache(maxsize=None)
+def _runtime() -> ctypes.CDLL:
+    """The CUDA runtime that torch has loaded into this process."""
+    with open("/proc/self/maps") as maps:
+        library = ctypes.CDLL(min(line.split()[-1] for line in maps if "/libcudart.so" in line))
+    copy = library.cudaMemcpy2DAsync
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    copy.argtypes = [pointer, size, pointer, size, size, size, ctypes.c_int, pointer]
+    return library
+
+
+def _copy_rows(to: int, source: int, width: int, pitch: int, rows: int, stream: torch.cuda.Stream) -> None:
+    """Copy `rows` pieces of `width` bytes, `pitch` bytes apart, behind one another; by a copy engine."""
+    status = _runtime().cudaMemcpy2DAsync(
+        to, width, source, pitch, width, rows, _DEVICE_TO_DEVICE, stream.cuda_stream
+    )
+    if status:
+        raise RuntimeError(f"cudaMemcpy2DAsync failed with status {status}")
+
+
+@torch.library.custom_op("compile_overlap::peer_put", mutates_args=())
+def peer_put(source: torch.Tensor, chunk: int, first: int, length: int, P: int, alias: str) -> torch.Tensor:
+    """Put tokens `first`..`first`+`length` of each rank's share of `source` [B,P,L,D] into that rank's inbox.
+
+    The result holds nothing; `peer_take` of the same chunk needs it and `source`, which keeps both alive until then.
+    """
+    here = room(alias)
+    batch, _, tokens, width = source.shape
+    size = source.element_size()
+    piece, pitch = length * width * size, P * tokens * width * size
+    current = torch.cuda.current_stream(source.device)
+    here.sending.wait_stream(current)
+    here.sending.wait_event(here.free)
+    with torch.cuda.stream(here.sending):
+        for peer in (*here.peers(), here.rank):
+            to = here.inboxes[peer] + (P * first * width * size + here.rank * piece) * batch
+            begin = source.data_ptr() + (peer * tokens + first) * width * size
+            _copy_rows(to, begin, piece, pitch, batch, here.sending)
+            if peer != here.rank:
+                here.inbox_handle.put_signal(peer, channel=BARRIER_CHANNEL + 1 + chunk)
+    here.sent.setdefault(chunk, torch.cuda.Event()).record(here.sending)
+    return source.new_empty(0)
+
+
+@peer_put.register_fake
+def _(source, chunk, first, length, P, alias):
+    return source.new_empty(0)
+
+
+@torch.library.custom_op("compile_overlap::peer_take", mutates_args=())
+def peer_take(
+    token: torch.Tensor, source: torch.Tensor, chunk: int, first: int, length: int, P: int, keep: bool, alias: str
+) -> torch.Tensor:
+    """Wait for a chunk's rows of all peers: [P*B,length,D], block p from rank p.
+
+    A private copy with `keep`; otherwise the inbox itself, to be read before `peer_finish` and never written.
+    """
+    here = room(alias)
+    batch, _, _, width = source.shape
+    torch.cuda.current_stream(source.device).wait_event(here.sent[chunk])
+    for peer in here.peers():
+        here.inbox_handle.wait_signal(peer, channel=BARRIER_CHANNEL + 1 + chunk)
+    rows = P * batch
+    begin, count = rows * first * width, rows * length * width
+    arrived = here.inbox.view(source.dtype)[begin : begin + count].view(rows, length, width)
+    return arrived.clone() if keep else arrived
+
+
+@peer_take.register_fake
+def _(token, source, chunk, first, length, P, keep, alias):
+    return source.new_empty((P * source.shape[0], length, source.shape[3]))
+
+
+@torch.library.custom_op("compile_overlap::peer_gemm", mutates_args=())
+def peer_gemm(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    bias: torch.Tensor | None,
+    bias_form: int,
+    first: int,
+    tokens: int,
+    P: int,
+    alias: str,
+) -> torch.Tensor:
+    """left [l,P*B,K] @ right [l,K,D] (+ bias [l,D]) into rank p's results [B,P*tokens,D], at rows rank*tokens + first.
+
+    The result holds nothing; `peer_finish` needs it.
+    """
+    here = room(alias)
+    batch = left.shape[1] // P
+    gemm_combine.gemm_combine(
+        left, right, bias, here.addresses, batch, P * tokens, here.rank * tokens + first, bias_form
+    )
+    return left.new_empty(0)
+
+
+@peer_gemm.register_fake
+def _(left, right, bias, bias_form, first, tokens, P, alias):
+    return left.new_empty(0)
+
+
+@torch.library.custom_op("compile_overlap::peer_finish", mutates_args=())
+def peer_finish(stored: Sequence[torch.Tensor], batch: int, tokens: int, width: int, P: int, alias: str) -> torch.Tensor:
+    """Wait until all ranks have stored all their chunks; my results [B,P,L,D], a private copy."""
+    here = room(alias)
+    here.results_handle.barrier(channel=BARRIER_CHANNEL)
+    count = batch * P * tokens * width
+    results = here.results.view(stored[0].dtype)[:count].view(batch, P, tokens, width).clone()
+    here.free.record(torch.cuda.current_stream(results.device))
+    return results
+
+
+@peer_finish.register_fake
+def _(stored, batch, tokens, width, P, alias):
+    return stored[0].new_empty((batch, P, tokens, width))
+
+
+@functools.lru_cache(maxsize=None)
+def register_lowering() -> None:
+    """Tell Inductor that the inbox is not memory of its own, which it could use again for something else."""
+    from torch._inductor import lowering
+    from torch._inductor.virtualized import V
+
+    call = lowering.fallback_handler(torch.ops.compile_overlap.peer_take.default, add_to_fallback_set=False)
+
+    @lowering.register_lowering(torch.ops.compile_overlap.peer_take.default, type_promotion_kind=None)
+    def take(*args):
+        arrived = call(*args)
+        V.graph.never_reuse_buffers.add(arrived.get_name())
+        return arrived
+
+
+def reset() -> None:
+    """Forget all buffers; nothing may use them any more."""
+    _ROOMS.clear()
+    obstacle.cache_clear()

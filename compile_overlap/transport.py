@@ -1,0 +1,66 @@
+"""Which way the exchanges of a layer go: decided for a whole group, at the point where all its ranks make the plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Iterator
+
+import torch
+
+from . import group as groups
+from . import measure, notice, peers, plan
+from .config import PEERS, Settings
+from .kernels import gemm_combine
+from .layout import Layout
+from .recipes import ADD
+from .schedule import Plan
+
+
+def plan_for(
+    group: Any, rank: int, layout: Layout, dtype: torch.dtype, device: torch.device, training: bool, bias: str,
+    settings: Settings,
+) -> Plan:  # fmt: skip
+    """The plan of a layer on this group, with buffers for it where it exchanges through the peers' memory.
+
+    A group's first plan measures the group, and each plan's decision is the group's: all its ranks call this together.
+    """
+    costs = settings.costs or measure.costs_of(group, layout.P, device, dtype)
+    chosen = plan.make_plan(layout, dtype.itemsize, device.type, training, settings, costs)
+    if settings.transport != PEERS or layout.P == 1:
+        return chosen
+    reason = _obstacle(group, layout, dtype, device, training, bias, chosen.sizes)
+    if reason is not None:
+        notice.fall_back(reason, rank=rank)
+        return chosen
+    peers.make_room(group, layout.B * layout.T * layout.D * dtype.itemsize, device)
+    return replace(chosen, peers=True, reserved_sms=0)
+
+
+_DECIDED: dict[Any, str | None] = {}
+
+
+def _obstacle(group, layout: Layout, dtype, device, training: bool, bias: str, sizes: tuple[int, ...]) -> str | None:
+    key = (groups.group_name(group), layout, dtype, training, bias, sizes)
+    if key not in _DECIDED:
+        reason = peers.obstacle(group, layout.P, device, dtype)
+        if reason is None:
+            exact = all(gemm_combine.agrees_with_cublas(*shape, dtype, device) for shape in _gemms(layout, training, bias, sizes))
+            if not groups.all_ranks(group, layout.P, device, exact):
+                reason = f"cuBLAS sums in another order than the kernel for {layout}"
+        _DECIDED[key] = reason
+    return _DECIDED[key]
+
+
+def _gemms(layout: Layout, training: bool, bias: str, sizes: tuple[int, ...]) -> Iterator[tuple]:
+    """(tokens, rows, K, columns, transposed, bias form) of the GEMMs that the plan's layer stores to its peers."""
+    form = gemm_combine.ADD if bias == ADD else gemm_combine.BADDBMM
+    for size in sorted(set(sizes)):
+        yield size, layout.rows, layout.H, layout.D, False, form
+        if training:
+            yield size, layout.rows, 2 * layout.H, layout.D, True, gemm_combine.NO_BIAS
+
+
+def reset() -> None:
+    """Forget what was decided and the buffers."""
+    _DECIDED.clear()
+    peers.reset()

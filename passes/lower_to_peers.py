@@ -1,0 +1,212 @@
+"""Lower to peers: exchanges become copies and stores into the peers' memory, the second GEMM and combine one kernel.
+
+Contract
+    in      a reordered post-grad graph, forward or backward, whose layers `discover` can read; only layers whose plan
+            says so (`Plan.peers`) are touched
+    out     for each chunk
+            - `peer_put` in place of the pack and start of the first exchange, `peer_take` in place of its wait
+            - `peer_gemm` in place of the last GEMM on the way, its bias, the pack and start of the second exchange
+            and one `peer_finish` in place of the waits of all second exchanges and the concatenation of their rows
+            (see `compile_overlap.peers`); the order is kept
+    raises  `UnknownStructure`, leaving the graph to the collectives, when a layer of such a plan is built otherwise, or
+            begins before another one has ended (they would share an inbox); every rank compiles the same graph, so all
+            of them lower it or none does
+
+What a view chain reads is not read off its operators: it is evaluated on a tensor without data, whose sizes, strides
+and offset then must be those of the pack (or unpack) that the lowered operator does itself.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+
+from compile_overlap import peers  # noqa: F401  registers the operators
+from compile_overlap.kernels import gemm_combine
+
+from . import graphs, verify
+from .base import OverlapPass, UnknownStructure
+from .discover import Chunk, Layer, discover
+
+aten = torch.ops.aten
+ops = torch.ops.compile_overlap
+_RESHAPES = {aten.reshape.default, aten.view.default, aten._unsafe_view.default}
+_VIEWS = graphs.VIEWS | _RESHAPES
+
+
+class LowerToPeers(OverlapPass):
+    name = "lower-to-peers"
+
+    def run(self, graph: torch.fx.Graph):
+        layers = [layer for layer in discover(graph, unless_disabled=self.name) if layer.plan.peers]
+        if not layers:
+            return graph, 0
+        _check_apart(graph, layers)
+        waits = {wait for layer in layers for chunk in layer.chunks for wait in chunk.waits}
+        try:
+            replaced = [pair for layer in layers for pair in _Lowering(graph, layer).run()]
+            for old, new in replaced:
+                old.replace_all_uses_with(new)
+        finally:
+            graph.eliminate_dead_code(lambda node: node.is_impure() and (node.users or node not in waits))
+        verify.expect(graph)
+        return graph, sum(3 * len(layer.chunks) + 1 for layer in layers)
+
+
+def _check_apart(graph: torch.fx.Graph, layers: list[Layer]) -> None:
+    place = {node: index for index, node in enumerate(graph.nodes)}
+    spans = []
+    for layer in layers:
+        places = [place[node] for chunk in layer.chunks for node in (*chunk.starts, *chunk.waits)]
+        spans.append((min(places), max(places)))
+    spans.sort()
+    if any(end > begin for (_, end), (begin, _) in zip(spans, spans[1:])):
+        raise UnknownStructure("layers that exchange through the same inboxes overlap")
+
+
+class _Lowering:
+    """One layer's lowering; its sizes are read from its chunks' first exchanges.
+
+    `run` inserts the new nodes and returns what they replace; the graph's results change only with these.
+    """
+
+    def __init__(self, graph: torch.fx.Graph, layer: Layer):
+        self.graph, self.layer = graph, layer
+        start = layer.chunks[0].starts[0]
+        self.alias, self.P = start.args[3], len(start.args[1])
+        rows, _, self.width = start.args[0].meta["val"].shape
+        self.batch, self.tokens = rows // self.P, sum(layer.plan.sizes)
+        self.replaced: list[tuple[torch.fx.Node, torch.fx.Node]] = []
+        if any(len(chunk.starts) < 2 for chunk in layer.chunks):
+            raise UnknownStructure(f"{start.name}: a layer without second exchanges cannot tell when its inbox is read")
+
+    def run(self) -> list[tuple[torch.fx.Node, torch.fx.Node]]:
+        taken = [self._first_exchange(index, chunk) for index, chunk in enumerate(self.layer.chunks)]
+        whole, order = self._whole()
+        if [first for _, first in sorted(zip(order, taken))] != sorted(taken):
+            raise UnknownStructure(f"{whole.name}: puts chunks together in another order than they were taken apart")
+        stored = [self._second_exchange(chunk, first) for chunk, first in zip(self.layer.chunks, taken)]
+        waits = {chunk.waits[1] for chunk in self.layer.chunks}
+        last = next(node for node in reversed(self.graph.nodes) if node in waits)
+        with self.graph.inserting_after(last):
+            arguments = (stored, self.batch, self.tokens, self.width, self.P, self.alias)
+            finish = self.graph.call_function(ops.peer_finish.default, arguments)
+        value = stored[0].meta["val"].new_empty((self.batch, self.P, self.tokens, self.width))
+        self._replace(whole, finish, value)
+        return self.replaced
+
+    def _first_exchange(self, index: int, chunk: Chunk) -> int:
+        """Lower it, and return its first token."""
+        start, wait = chunk.starts[0], chunk.waits[0]
+        base, packed = _viewed(start.args[0])
+        B, P, L, D = self.batch, self.P, self.tokens, self.width
+        source = base.meta["val"]
+        first, rest = divmod(packed.storage_offset(), D)
+        expected = ((P, B, chunk.size, D), (L * D, P * L * D, D, 1))
+        if source.numel() != B * P * L * D or not source.is_contiguous() or rest or not _same(packed, *expected):
+            raise UnknownStructure(f"{start.name}: sends {_layout(packed)} of {_layout(source)}, not a slice of tokens")
+        readers = _readers(wait)
+        keep = not readers <= {*chunk.gemms, *chunk.free}
+        with self.graph.inserting_before(start):
+            shaped = self.graph.call_function(aten.reshape.default, (base, [B, P, L, D]))
+            shaped.meta["val"] = source.reshape(B, P, L, D)
+            put = self.graph.call_function(
+                ops.peer_put.default, (shaped, index, first, chunk.size, P, self.alias)
+            )
+            put.meta["val"] = source.new_empty(0)
+        with self.graph.inserting_before(wait):
+            arguments = (put, shaped, index, first, chunk.size, P, keep, self.alias)
+            take = self.graph.call_function(ops.peer_take.default, arguments)
+        self._replace(wait, take, wait.meta["val"])
+        return first
+
+    def _second_exchange(self, chunk: Chunk, first: int) -> torch.fx.Node:
+        start = chunk.starts[1]
+        base, packed = _viewed(start.args[0])
+        rows, D = self.P * self.batch, self.width
+        if not _same(packed, (rows, chunk.size, D), (D, rows * D, 1)) or packed.storage_offset():
+            raise UnknownStructure(f"{start.name}: sends {_layout(packed)} of {base.name}, not a transposed product")
+        gemm = chunk.gemms[-1] if chunk.gemms else None
+        bias, form = None, gemm_combine.NO_BIAS
+        if base is not gemm and base.target is aten.add.Tensor and base.args[0] is gemm and not base.kwargs:
+            bias, form = base.args[1], gemm_combine.ADD
+        elif base is gemm and gemm.target is aten.baddbmm.default and not gemm.kwargs:
+            bias, form = gemm.args[0], gemm_combine.BADDBMM
+        elif base is not gemm or gemm.target is not aten.bmm.default:
+            raise UnknownStructure(f"{start.name}: sends {base.name} ({base.target}), not a GEMM with or without a bias")
+        left, right = gemm.args[-2:]
+        with self.graph.inserting_before(start):
+            if bias is not None:
+                value = bias.meta["val"]
+                if value.shape[1] != 1 and value.stride(1) != 0:
+                    raise UnknownStructure(f"{bias.name}: differs between rows, it is no bias")
+                bias = self.graph.call_function(aten.select.int, (bias, 1, 0))
+                bias.meta["val"] = value.select(1, 0)
+            arguments = (left, right, bias, form, first, self.tokens, self.P, self.alias)
+            stored = self.graph.call_function(ops.peer_gemm.default, arguments)
+            stored.meta["val"] = start.meta["val"].new_empty(0)
+        return stored
+
+    def _whole(self) -> tuple[torch.fx.Node, list[int]]:
+        """The node that holds all chunks' rows [B,P,L,D], and each chunk's place in it."""
+        ends = [self._unpacked(chunk) for chunk in self.layer.chunks]
+        if len(ends) == 1:
+            return ends[0], [0]
+        whole = next(iter(ends[0].users))
+        joined = whole.target is aten.cat.default and len(whole.args) == 2 and whole.args[1] in (2, -2)
+        if not joined or set(whole.args[0]) != set(ends) or len(whole.args[0]) != len(ends):
+            raise UnknownStructure(f"{whole.name} ({whole.target}): does not put the chunks {ends} together along L")
+        return whole, [whole.args[0].index(end) for end in ends]
+
+    def _unpacked(self, chunk: Chunk) -> torch.fx.Node:
+        """The view [B,P,l,D] of what a chunk's second exchange brought."""
+        B, P, l, D = self.batch, self.P, chunk.size, self.width
+        node, value = chunk.waits[1], torch.empty((P * B, l, D), device="meta")
+        while not _same(value, (B, P, l, D), (l * D, B * l * D, D, 1)):
+            users = list(node.users)
+            if len(users) != 1 or users[0].target not in _VIEWS:
+                raise UnknownStructure(f"{node.name}: {_layout(value)} is not unpacked into [B,P,l,D]")
+            node = users[0]
+            value = node.target(value, *node.args[1:], **node.kwargs)
+        return node
+
+    def _replace(self, old: torch.fx.Node, new: torch.fx.Node, value: torch.Tensor) -> None:
+        new.meta = {**old.meta, "val": value}
+        self.replaced.append((old, new))
+
+
+def _viewed(node: torch.fx.Node) -> tuple[torch.fx.Node, torch.Tensor]:
+    """The tensor that a contiguous copy was made of, and the view of it that was copied, evaluated without data."""
+    chain = []
+    while node.target in _VIEWS or node.target is aten.clone.default:
+        chain.append(node)
+        node = node.args[0]
+    base, value = node, torch.empty_like(node.meta["val"], device="meta")
+    for node in reversed(chain):
+        if node.target is aten.clone.default:
+            return base, value
+        if node.target is operator.getitem:
+            value = value[node.args[1]]
+        else:
+            value = node.target(value, *node.args[1:], **node.kwargs)
+    return base, value
+
+
+def _same(value: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether a tensor has this shape and, where a dimension is longer than one, these strides."""
+    if tuple(value.shape) != shape:
+        return False
+    return all(size == 1 or own == stride for size, own, stride in zip(shape, value.stride(), strides))
+
+
+def _layout(value: torch.Tensor) -> str:
+    return f"{list(value.shape)} (strides {list(value.stride())}, offset {value.storage_offset()})"
+
+
+def _readers(node: torch.fx.Node) -> set[torch.fx.Node]:
+    """What reads a tensor, directly or through views."""
+    found: set[torch.fx.Node] = set()
+    for user in node.users:
+        found |= _readers(user) if user.target in _VIEWS else {user}
+    return found

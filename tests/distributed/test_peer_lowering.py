@@ -1,0 +1,65 @@
+"""A layer that is lowered to the peers' memory computes what it computed before, forward and backward.
+
+On CPU: the lowered operators are played by gloo collectives (`peers_by_gloo`), everything else is as in use.
+"""
+
+import functools
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from archive_double import ArchiveBlock, ArchiveFFN
+from gradients import outputs_and_gradients, unequal
+from ranks import run_on_ranks
+
+
+def _against_collectives(rank, ranks, recipe, bias, chunks, block):
+    import compile_overlap
+    import passes
+    import peers_by_gloo
+
+    os.environ.update(A2A_FFN_STRICT="1", A2A_FFN_KERNEL_PLUGIN="compile_overlap", A2A_FFN_CHUNKS=chunks)
+    if not block:
+        os.environ["A2A_FFN_RECIPE"] = recipe
+    torch.manual_seed(5 + rank)
+    ffn = ArchiveFFN(8 * ranks, 16 * ranks, 2, group=dist.group.WORLD, size=ranks, index=rank, bias=bias)
+    model = ArchiveBlock(ffn, 8 * ranks, 16 * ranks, pre=True) if block else ffn
+    x, upstream = torch.randn(3, 8 * ranks, 16 * ranks), torch.randn(3, 8 * ranks, 16 * ranks)
+
+    def run():
+        call = (lambda t: model(t, overlap="kernel"))
+        call = torch.compile(call, dynamic=False) if block else call
+        before = len(passes.pass_log())
+        result = outputs_and_gradients(call, model, x, upstream)
+        with torch.no_grad():
+            inferred = call(x)
+        return (*result, inferred), [(r.name, r.matches) for r in passes.pass_log()[before:]]
+
+    (expected, wanted, _), _ = run()
+    compile_overlap.reset()
+    torch._dynamo.reset()
+    peers_by_gloo.install()
+    os.environ["A2A_FFN_TRANSPORT"] = "peers"
+    (got, grads, inferred), log = run()
+    lowered = [matches for name, matches in log if name == "lower-to-peers"]
+    return torch.equal(got, expected), torch.equal(inferred, expected), unequal(wanted, grads), lowered
+
+
+CASES = [
+    (2, "eager_exact", "add", "2,3,3", False),
+    (2, "eager_exact", "baddbmm", "1", False),
+    (2, "inductor", "add", "4", True),
+    pytest.param(4, "inductor", "baddbmm", "2", True, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("ranks, recipe, bias, chunks, block", CASES)
+def test_lowered_layers_compute_the_same(ranks, recipe, bias, chunks, block, tmp_path):
+    job = functools.partial(
+        _against_collectives, ranks=ranks, recipe=recipe, bias=bias, chunks=chunks, block=block
+    )
+    count = int(chunks) if "," not in chunks else len(chunks.split(","))
+    for equal, inferred, differing, lowered in run_on_ranks(job, ranks, tmp_path):
+        assert equal and inferred and differing == []
+        assert lowered == [3 * count + 1] * 3
