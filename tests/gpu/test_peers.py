@@ -1,0 +1,81 @@
+"""The peers' operators on GPUs: rows arrive where they belong, also when ranks run late and buffers are full of junk.
+
+Two ranks, on two GPUs with NCCL, or sharing one GPU with gloo where the torch version allows it (2.11).
+"""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from compile_overlap import peers
+from compile_overlap.kernels import gemm_combine
+
+GPUS = torch.cuda.device_count()
+SHARED = GPUS == 1 and not torch.__version__.startswith(("2.6.", "2.7."))
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2 and not SHARED, reason="needs two CUDA devices")]
+
+P, WIDTH = 2, 64
+ALIAS = "compile_overlap[2,2 r1 a2 b1 s0 peers]:{}"
+
+
+def _start(rank, folder):
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    device = torch.device("cuda", rank % GPUS)
+    torch.cuda.set_device(device)
+    store = f"file://{folder}/store"
+    extra = {} if SHARED else {"device_id": device}
+    dist.init_process_group("gloo" if SHARED else "nccl", init_method=store, rank=rank, world_size=P, **extra)
+    return device
+
+
+def _draw(seed, *size):
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).bfloat16().cuda()
+
+
+def _stress(rank, folder, calls):
+    _start(rank, folder)
+    group = dist.group.WORLD
+    peers.make_room(group, 1 << 20, torch.device("cuda", torch.cuda.current_device()))
+    alias = ALIAS.format(group.group_name)
+    here = peers.room(alias)
+    mismatches = 0
+    for call in range(calls):
+        choice = torch.Generator().manual_seed(call)  # the same on both ranks
+        batch = int(torch.randint(1, 40, (), generator=choice))
+        sizes = [(4,), (2, 2), (1, 3), (2, 1, 1)][int(torch.randint(4, (), generator=choice))]
+        tokens, keep = sum(sizes), bool(torch.randint(2, (), generator=choice))
+        weights = [_draw(1000 + call * P + r, tokens, WIDTH, WIDTH) for r in range(P)]
+        inputs = [_draw(9000 + call * P + r, batch, P, tokens, WIDTH) for r in range(P)]
+        if torch.rand((), generator=torch.Generator().manual_seed(call * P + rank)) < 0.3:
+            torch.cuda._sleep(int(2e6))  # this rank is late
+        source, stored, first = inputs[rank], [], 0
+        puts = []
+        for index, size in enumerate(sizes):
+            puts.append(peers.peer_put(source, index, first, size, P, alias))
+            first += size
+        first = 0
+        for index, size in enumerate(sizes):
+            arrived = peers.peer_take(puts[index], source, index, first, size, P, keep, alias)
+            part = weights[rank][first : first + size]
+            left = torch.bmm(arrived.transpose(0, 1), part)
+            stored.append(peers.peer_gemm(left, part, part[:, 0], gemm_combine.ADD, first, tokens, P, alias))
+            first += size
+        results = peers.peer_finish(stored, batch, tokens, WIDTH, P, alias)
+        for owner in range(P):
+            rows = inputs[rank][:, owner].transpose(0, 1)
+            expected = torch.bmm(torch.bmm(rows, weights[owner]), weights[owner]) + weights[owner][:, :1]
+            mismatches += not torch.allclose(results[:, owner].transpose(0, 1), expected, rtol=0.05, atol=2.0)
+        here.results.fill_(255)  # what no rank stores again stays NaN
+    torch.cuda.synchronize()
+    torch.save(mismatches, f"{folder}/{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("calls", [40 if SHARED else 500])
+def test_rows_arrive_under_delays(calls, tmp_path):
+    mp.spawn(_stress, args=(str(tmp_path), calls), nprocs=P, join=True)
+    assert [torch.load(tmp_path / f"{rank}.pt") for rank in range(P)] == [0, 0]
