@@ -101,6 +101,13 @@ def written_arguments(node: torch.fx.Node) -> list[torch.fx.Node]:
     return [value for value in written if isinstance(value, torch.fx.Node)]
 
 
+def simplified_split(node: torch.fx.Node) -> list[torch.fx.Node] | None:
+    """The tensors that a node hands on, where Inductor put it in place of their concatenation and its split."""
+    if getattr(node.target, "__name__", "") != "cat_splitwithsizes_replace":
+        return None
+    return list(node.kwargs["input_"] if "input_" in node.kwargs else node.args[0])
+
+
 def graph_meta(key: str) -> Any:
     """What a pass left under `key` in the metadata of the FX module that Inductor is lowering; None if nothing.
 

@@ -22,6 +22,7 @@ import operator
 
 import torch
 
+from compile_overlap import compat
 from compile_overlap import peers  # noqa: F401  registers the operators
 from compile_overlap.kernels import gemm_combine
 
@@ -45,9 +46,8 @@ class LowerToPeers(OverlapPass):
         _check_apart(graph, layers)
         waits = {wait for layer in layers for chunk in layer.chunks for wait in chunk.waits}
         try:
-            replaced = [pair for layer in layers for pair in _Lowering(graph, layer).run()]
-            for old, new in replaced:
-                old.replace_all_uses_with(new)
+            for layer in layers:
+                _Lowering(graph, layer).run()
         finally:
             graph.eliminate_dead_code(lambda node: node.is_impure() and (node.users or node not in waits))
         verify.expect(graph)
@@ -68,7 +68,7 @@ def _check_apart(graph: torch.fx.Graph, layers: list[Layer]) -> None:
 class _Lowering:
     """One layer's lowering; its sizes are read from its chunks' first exchanges.
 
-    `run` inserts the new nodes and returns what they replace; the graph's results change only with these.
+    `run` inserts the new nodes, and only when all of them are found replaces the old ones.
     """
 
     def __init__(self, graph: torch.fx.Graph, layer: Layer):
@@ -81,20 +81,29 @@ class _Lowering:
         if any(len(chunk.starts) < 2 for chunk in layer.chunks):
             raise UnknownStructure(f"{start.name}: a layer without second exchanges cannot tell when its inbox is read")
 
-    def run(self) -> list[tuple[torch.fx.Node, torch.fx.Node]]:
+    def run(self) -> None:
         taken = [self._first_exchange(index, chunk) for index, chunk in enumerate(self.layer.chunks)]
-        whole, order = self._whole()
-        if [first for _, first in sorted(zip(order, taken))] != sorted(taken):
-            raise UnknownStructure(f"{whole.name}: puts chunks together in another order than they were taken apart")
+        wholes, places = self._wholes()
+        if [first for _, first in sorted(zip(places, taken))] != sorted(taken):
+            raise UnknownStructure(f"{wholes}: put chunks together in another order than they were taken apart")
         stored = [self._second_exchange(chunk, first) for chunk, first in zip(self.layer.chunks, taken)]
         waits = {chunk.waits[1] for chunk in self.layer.chunks}
         last = next(node for node in reversed(self.graph.nodes) if node in waits)
         with self.graph.inserting_after(last):
             arguments = (stored, self.batch, self.tokens, self.width, self.P, self.alias)
             finish = self.graph.call_function(ops.peer_finish.default, arguments)
-        value = stored[0].meta["val"].new_empty((self.batch, self.P, self.tokens, self.width))
-        self._replace(whole, finish, value)
-        return self.replaced
+        finish.meta["val"] = stored[0].meta["val"].new_empty((self.batch, self.P, self.tokens, self.width))
+        for whole in wholes:
+            if compat.simplified_split(whole) is None:
+                self._replace(whole, finish)
+            else:
+                sizes = [chunk.size for _, chunk in sorted(zip(places, self.layer.chunks), key=lambda pair: pair[0])]
+                with self.graph.inserting_before(whole):
+                    split = self.graph.call_function(aten.split_with_sizes.default, (finish, sizes, 2))
+                split.meta["val"] = finish.meta["val"].split_with_sizes(sizes, 2)
+                self._replace(whole, split)
+        for old, new in self.replaced:
+            old.replace_all_uses_with(new)
 
     def _first_exchange(self, index: int, chunk: Chunk) -> int:
         """Lower it, and return its first token."""
@@ -118,7 +127,8 @@ class _Lowering:
         with self.graph.inserting_before(wait):
             arguments = (put, shaped, index, first, chunk.size, P, keep, self.alias)
             take = self.graph.call_function(ops.peer_take.default, arguments)
-        self._replace(wait, take, wait.meta["val"])
+        take.meta["val"] = wait.meta["val"]
+        self._replace(wait, take)
         return first
 
     def _second_exchange(self, chunk: Chunk, first: int) -> torch.fx.Node:
@@ -148,16 +158,26 @@ class _Lowering:
             stored.meta["val"] = start.meta["val"].new_empty(0)
         return stored
 
-    def _whole(self) -> tuple[torch.fx.Node, list[int]]:
-        """The node that holds all chunks' rows [B,P,L,D], and each chunk's place in it."""
+    def _wholes(self) -> tuple[list[torch.fx.Node], list[int]]:
+        """The nodes that hold all chunks' rows [B,P,L,D], and each chunk's place in them.
+
+        These are concatenations, and what Inductor makes of one whose only reader splits it again (the chunks
+        themselves, in a tuple).
+        """
         ends = [self._unpacked(chunk) for chunk in self.layer.chunks]
         if len(ends) == 1:
-            return ends[0], [0]
-        whole = next(iter(ends[0].users))
-        joined = whole.target is aten.cat.default and len(whole.args) == 2 and whole.args[1] in (2, -2)
-        if not joined or set(whole.args[0]) != set(ends) or len(whole.args[0]) != len(ends):
-            raise UnknownStructure(f"{whole.name} ({whole.target}): does not put the chunks {ends} together along L")
-        return whole, [whole.args[0].index(end) for end in ends]
+            return ends, [0]
+        wholes, orders = list(ends[0].users), set()
+        for whole in wholes:
+            parts = compat.simplified_split(whole)
+            if parts is None and whole.target is aten.cat.default and whole.args[1:] in ((2,), (-2,)):
+                parts = whole.args[0]
+            if parts is None or set(parts) != set(ends) or len(parts) != len(ends):
+                raise UnknownStructure(f"{whole.name} ({whole.target}): does not put the chunks {ends} together along L")
+            orders.add(tuple(parts.index(end) for end in ends))
+        if len(orders) != 1 or any(list(end.users) != wholes for end in ends):
+            raise UnknownStructure(f"{wholes}: do not put the chunks {ends} together alike")
+        return wholes, list(orders.pop())
 
     def _unpacked(self, chunk: Chunk) -> torch.fx.Node:
         """The view [B,P,l,D] of what a chunk's second exchange brought."""
@@ -171,8 +191,8 @@ class _Lowering:
             value = node.target(value, *node.args[1:], **node.kwargs)
         return node
 
-    def _replace(self, old: torch.fx.Node, new: torch.fx.Node, value: torch.Tensor) -> None:
-        new.meta = {**old.meta, "val": value}
+    def _replace(self, old: torch.fx.Node, new: torch.fx.Node) -> None:
+        new.meta = {**old.meta, **new.meta}
         self.replaced.append((old, new))
 
 

@@ -1,6 +1,6 @@
 """The operators of `compile_overlap.peers` on CPU, by gloo collectives: what they mean, without anybody's memory.
 
-`install(P)` registers them for CPU tensors and lets plans choose them; a rank's puts are exchanged when they are taken.
+`install()` registers them for CPU tensors and lets plans choose them; a rank's puts are exchanged when they are taken.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ _stored: list[tuple[int, torch.Tensor]] = []
 
 
 def install() -> None:
+    """Call it once in a process; `transport._obstacle` and `peers.make_room` are replaced for good."""
+    _sent.clear()
+    _stored.clear()
     transport._obstacle = lambda *_: None
     peers.make_room = lambda *_: None
     peers.peer_put.register_kernel("cpu")(_put)

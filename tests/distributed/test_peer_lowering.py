@@ -25,6 +25,9 @@ def _against_collectives(rank, ranks, recipe, bias, chunks, block):
     torch.manual_seed(5 + rank)
     ffn = ArchiveFFN(8 * ranks, 16 * ranks, 2, group=dist.group.WORLD, size=ranks, index=rank, bias=bias)
     model = ArchiveBlock(ffn, 8 * ranks, 16 * ranks, pre=True) if block else ffn
+    if block == "twice":  # the first layer's combine and the second one's dispatch have no norm between them
+        model = torch.nn.ModuleList([ffn, model.ffn])
+        model.forward = lambda t, overlap: ffn(ffn(t, overlap=overlap), overlap=overlap)
     x, upstream = torch.randn(3, 8 * ranks, 16 * ranks), torch.randn(3, 8 * ranks, 16 * ranks)
 
     def run():
@@ -51,6 +54,7 @@ CASES = [
     (2, "eager_exact", "baddbmm", "1", False),
     (2, "inductor", "add", "4", True),
     pytest.param(4, "inductor", "baddbmm", "2", True, marks=pytest.mark.slow),
+    pytest.param(2, "inductor", "add", "2,6", "twice", marks=pytest.mark.slow),
 ]
 
 
@@ -62,4 +66,4 @@ def test_lowered_layers_compute_the_same(ranks, recipe, bias, chunks, block, tmp
     count = int(chunks) if "," not in chunks else len(chunks.split(","))
     for equal, inferred, differing, lowered in run_on_ranks(job, ranks, tmp_path):
         assert equal and inferred and differing == []
-        assert lowered == [3 * count + 1] * 3
+        assert lowered == [(3 * count + 1) * (2 if block == "twice" else 1)] * 3

@@ -21,7 +21,7 @@ P, WIDTH = 2, 64
 ALIAS = "compile_overlap[2,2 r1 a2 b1 s0 peers]:{}"
 
 
-def _start(rank, folder):
+def start(rank, folder):
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     device = torch.device("cuda", rank % GPUS)
     torch.cuda.set_device(device)
@@ -36,7 +36,7 @@ def _draw(seed, *size):
 
 
 def _stress(rank, folder, calls):
-    _start(rank, folder)
+    start(rank, folder)
     group = dist.group.WORLD
     peers.make_room(group, 1 << 20, torch.device("cuda", torch.cuda.current_device()))
     alias = ALIAS.format(group.group_name)

@@ -17,6 +17,7 @@ plans = st.builds(
     ahead=st.integers(1, 8),
     backlog=st.integers(0, 3),
     reserved_sms=st.integers(0, 32),
+    peers=st.booleans(),
     disabled=st.sampled_from([(), ("reorder",), ("pin-order", "reorder")]),
 )
 

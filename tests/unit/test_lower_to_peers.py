@@ -1,0 +1,103 @@
+"""Which layers are lowered to the peers' memory, and which are left to the collectives; on the fake process group."""
+
+import pytest
+import torch
+from test_user_graphs import P, TOKENS, WIDTH, _call, _input, _run
+
+from compile_overlap import peers, transport
+from passes.discover import discover
+from passes.lower_to_peers import LowerToPeers
+
+PEERS = {"A2A_FFN_TRANSPORT": "peers", "A2A_FFN_RECIPE": "inductor"}
+
+
+@pytest.fixture(autouse=True)
+def played_by_gloo(monkeypatch):
+    import peers_by_gloo
+
+    monkeypatch.setattr(transport, "_obstacle", transport._obstacle)
+    monkeypatch.setattr(peers, "make_room", peers.make_room)
+    peers_by_gloo.install()
+
+
+def _lowered(log):
+    return [matches for name, matches in log if name == "lower-to-peers"]
+
+
+def test_both_directions_are_lowered_and_verified(monkeypatch):
+    log = _run(monkeypatch, lambda layer: _call(layer(), _input()).sum().backward(), chunks="2", **PEERS)
+    assert _lowered(log) == [7, 7]
+    assert [entry for entry in log if entry[0] == "verify"] == [("verify", 7), ("verify", 7)]
+
+
+def test_without_a_second_exchange_the_collectives_stay(monkeypatch):
+    log = _run(monkeypatch, lambda layer: _call(layer(), _input(False)).sum().backward(), "0", "2", **PEERS)
+    assert _lowered(log) == [7]
+    assert dict(log)["check-exchanges"] == 2
+
+
+def test_padded_exchanges_stay(monkeypatch):
+    def program(layer):
+        ffn = layer()
+        ffn.comm_scale = 2
+        with torch.no_grad():
+            _call(ffn, _input())
+
+    assert _lowered(_run(monkeypatch, program, strict="0", **PEERS)) == []
+
+
+def test_layers_one_after_another_share_the_buffers(monkeypatch):
+    def program(layer):
+        first, second = layer(), layer()
+        torch.compile(lambda x: _call(second, _call(first, x)), dynamic=False)(_input()).sum().backward()
+
+    assert _lowered(_run(monkeypatch, program, chunks="2", A2A_FFN_TRANSPORT="peers")) == [14, 14]
+
+
+def test_layers_that_overlap_stay(monkeypatch):
+    """Without `reorder` the exchanges of two independent layers interleave."""
+
+    def program(layer):
+        first, second = layer(), layer()
+
+        def call(x, y):
+            return _call(first, x) * _call(second, y)
+
+        with torch.no_grad():
+            torch.compile(call, dynamic=False)(_input(), _input())
+
+    assert _lowered(_run(monkeypatch, program, chunks="2", A2A_FFN_TRANSPORT="peers")) == [14]
+    off = {"A2A_FFN_DISABLE_PASSES": "reorder,pin-order"}
+    assert _lowered(_run(monkeypatch, program, "0", "2", A2A_FFN_TRANSPORT="peers", **off)) in ([], [14])
+
+
+def test_the_pass_can_be_switched_off(monkeypatch):
+    log = _run(monkeypatch, lambda layer: _call(layer(), _input()).sum().backward(), "1", "2",
+               A2A_FFN_DISABLE_PASSES="lower-to-peers", **PEERS)  # fmt: skip
+    assert _lowered(log) == []
+    assert "share-kernels" in dict(log)
+
+
+def test_an_inbox_is_read_in_place_only_by_gemms_of_its_chunk(monkeypatch):
+    kept = []
+
+    def observe(name, stage, subject):
+        if (name, stage) == (LowerToPeers.name, "after") and not discover(subject):
+            takes = subject.find_nodes(op="call_function", target=torch.ops.compile_overlap.peer_take.default)
+            kept.append([take.args[6] for take in takes])
+
+    from passes import base
+
+    monkeypatch.setattr(base, "OBSERVERS", [observe])
+    _run(monkeypatch, lambda layer: _call(layer(), _input()).sum().backward(), chunks="2", **PEERS)
+    with torch.no_grad():
+        _run(monkeypatch, lambda layer: _call(layer(), _input()), chunks="2", **PEERS)
+    assert kept == [[True, True], [True, True], [False, False]]
+
+
+def test_explain_names_the_transport(monkeypatch):
+    from compile_overlap import explain
+
+    texts = []
+    _run(monkeypatch, lambda layer: texts.append(explain(layer(), torch.randn(2, TOKENS, WIDTH))), chunks="2", **PEERS)
+    assert P == 2 and "transport  the peers' memory" in texts[0]
