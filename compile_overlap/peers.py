@@ -27,6 +27,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import socket
+import weakref
 from typing import Any, Sequence
 
 import torch
@@ -66,12 +67,13 @@ class Room:
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
 
-_ROOMS: dict[str, list[Room]] = {}
+# By name, as operators find them; a name may be given to another group later, whose rooms are its own.
+_ROOMS: dict[str, tuple[weakref.ref, list[Room]]] = {}
 
 
 def room(alias: str) -> Room:
     """The newest room of the group that an alias names."""
-    return _ROOMS[alias.split("]:", 1)[1]][-1]
+    return _ROOMS[alias.split("]:", 1)[1]][1][-1]
 
 
 def make_room(group: Any, nbytes: int, device: torch.device) -> None:
@@ -79,15 +81,17 @@ def make_room(group: Any, nbytes: int, device: torch.device) -> None:
 
     Sizes double, and the smaller ones are kept (a captured CUDA graph may use them): in all at most twice the largest.
     """
-    rooms = _ROOMS.setdefault(groups.group_name(group), [])
+    group = dist.group.WORLD if group is None else group
+    owner, rooms = _ROOMS.get(group.group_name, (None, []))
+    if owner is None or owner() is not group:
+        rooms = []
+        _ROOMS[group.group_name] = weakref.ref(group), rooms
     if not rooms or rooms[-1].nbytes < nbytes:
-        size = max(_SMALLEST, 1 << (nbytes - 1).bit_length())
-        rooms.append(Room(dist.group.WORLD if group is None else group, size, device))
+        rooms.append(Room(group, max(_SMALLEST, 1 << (nbytes - 1).bit_length()), device))
 
 
-@functools.lru_cache(maxsize=None)
 def obstacle(group: Any, P: int, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why this group cannot exchange through its members' memory, or None; agreed by all its ranks, asked once."""
+    """Why this group cannot exchange through its members' memory, or None; agreed by all its ranks, which all ask."""
     mine = _own_obstacle(device, dtype)
     same_host = groups.same_on_all_ranks(group, P, device, socket.gethostname())
     if not same_host:
@@ -247,4 +251,3 @@ def register_lowering() -> None:
 def reset() -> None:
     """Forget all buffers; nothing may use them any more."""
     _ROOMS.clear()
-    obstacle.cache_clear()

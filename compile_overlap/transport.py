@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any, Iterator
 
 import torch
+import torch.distributed as dist
 
 from . import group as groups
 from . import measure, notice, peers, plan
@@ -36,19 +38,22 @@ def plan_for(
     return replace(chosen, peers=True, reserved_sms=0)
 
 
-_DECIDED: dict[Any, str | None] = {}
+_DECIDED: weakref.WeakKeyDictionary[Any, dict[Any, str | None]] = weakref.WeakKeyDictionary()
 
 
 def _obstacle(group, layout: Layout, dtype, device, training: bool, bias: str, sizes: tuple[int, ...]) -> str | None:
-    key = (groups.group_name(group), layout, dtype, training, bias, sizes)
-    if key not in _DECIDED:
+    """Why a layer of this group goes through collectives, or None; decided once by all its ranks."""
+    decided = _DECIDED.setdefault(dist.group.WORLD if group is None else group, {})
+    key = (layout, dtype, device, training, bias, sizes)
+    if key not in decided:
         reason = peers.obstacle(group, layout.P, device, dtype)
         if reason is None:
-            exact = all(gemm_combine.agrees_with_cublas(*shape, dtype, device) for shape in _gemms(layout, training, bias, sizes))
+            gemms = _gemms(layout, training, bias, sizes)
+            exact = all(gemm_combine.agrees_with_cublas(*shape, dtype, device) for shape in gemms)
             if not groups.all_ranks(group, layout.P, device, exact):
                 reason = f"cuBLAS sums in another order than the kernel for {layout}"
-        _DECIDED[key] = reason
-    return _DECIDED[key]
+        decided[key] = reason
+    return decided[key]
 
 
 def _gemms(layout: Layout, training: bool, bias: str, sizes: tuple[int, ...]) -> Iterator[tuple]:
