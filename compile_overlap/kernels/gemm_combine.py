@@ -44,16 +44,18 @@ class Tile(NamedTuple):
 
 # Costs: measured on an H200 at K = 7680, N = 1280 over 8, 16 and 32 tokens of 1024 rows (84 and 46 us a wave).
 TILES = (Tile(256, 128, 8, 4, 1.0), Tile(128, 128, 4, 4, 0.55), Tile(64, 128, 4, 4, 0.35))
+# Loads by pointer keep addresses in registers: larger tiles, or four warps, spill.
+POINTER_TILES = (Tile(128, 128, 8, 4, 0.6), Tile(64, 128, 4, 4, 0.35))
 
 
-def tile_for(tokens: int, rows: int, columns: int, sms: int) -> Tile:
+def tile_for(tokens: int, rows: int, columns: int, sms: int, tiles: tuple[Tile, ...] = TILES) -> Tile:
     """The tile whose waves over `sms` multiprocessors take the least time."""
 
     def cost(tile: Tile) -> float:
-        tiles = tokens * -(-rows // tile.rows) * -(-columns // tile.columns)
-        return -(-tiles // sms) * tile.cost
+        count = tokens * -(-rows // tile.rows) * -(-columns // tile.columns)
+        return -(-count // sms) * tile.cost
 
-    return min(TILES, key=cost)
+    return min(tiles, key=cost)
 
 
 def takes(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -85,12 +87,13 @@ def gemm_combine(
         right = right.contiguous()
     transposed = right.stride(2) != 1
     sms = _sm_count(left.device)
-    tile = tile_for(length, rows, columns, sms)
+    described = _can_be_described(left, right, transposed)
+    tile = tile_for(length, rows, columns, sms, TILES if described else POINTER_TILES)
+    operands = _described(left, right, transposed, tile) if described else (left, right)
     tiles = length * triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
-    described = _described(left, right, transposed, tile)
     bias = left if bias is None else bias.contiguous()
     _gemm_combine[(min(sms, tiles),)](
-        *(described or (left, right)),
+        *operands,
         bias,
         addresses,
         rows,
@@ -102,7 +105,7 @@ def gemm_combine(
         batch,
         tokens,
         first,
-        TMA=described is not None,
+        TMA=described,
         TRANSPOSED=transposed,
         BIAS=bias_form,
         BM=tile.rows,
@@ -114,15 +117,20 @@ def gemm_combine(
     )
 
 
+def _can_be_described(left, right, transposed) -> bool:
+    """Whether tensor-memory descriptors fit: 16-byte aligned rows, K a whole number of blocks, matrices back to back."""
+    inner, columns = left.shape[2], right.shape[2]
+    pitch = right.stride(2) if transposed else right.stride(1)
+    dense = right.stride(0) == pitch * (columns if transposed else inner)
+    aligned = pitch % 8 == 0 and all(t.data_ptr() % 16 == 0 for t in (left, right))
+    return TensorDescriptor is not None and inner % _K_BLOCK == 0 and dense and aligned
+
+
 def _described(left, right, transposed, tile):
-    """Tensor-memory descriptors of the operands; None where a row is not 16-byte aligned or K is no whole block."""
+    """Tensor-memory descriptors of the operands."""
     length, rows, inner = left.shape
     columns = right.shape[2]
     pitch = right.stride(2) if transposed else right.stride(1)
-    dense = right.stride(0) == pitch * (columns if transposed else inner)
-    aligned = all(size % 8 == 0 for size in (inner, pitch)) and all(t.data_ptr() % 16 == 0 for t in (left, right))
-    if TensorDescriptor is None or inner % _K_BLOCK or not dense or not aligned:
-        return None
     a = TensorDescriptor(left, [length * rows, inner], [inner, 1], [tile.rows, _K_BLOCK])
     if transposed:
         return a, TensorDescriptor(right, [length * columns, inner], [pitch, 1], [tile.columns, _K_BLOCK])
@@ -132,9 +140,6 @@ def _described(left, right, transposed, tile):
 @functools.lru_cache(maxsize=None)
 def _sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-_PROBED_BATCH = 5
 
 
 def agrees_with_cublas(
