@@ -14,6 +14,7 @@ When a buffer may be written again, for calls of a layer one after the other on 
   `peer_finish`, whose barrier I enter after these GEMMs.
 - My results are read by the copy in `peer_finish`. A peer stores into them again only in a GEMM that waited for my next
   `peer_put`, which follows that copy: on the same stream, or through `Room.free`, which orders calls on other streams.
+  A captured CUDA graph cannot wait for what ran before its capture: replay it on the stream that makes the other calls.
 
 So one inbox and one buffer of results serve any number of layers and streams; what a caller gets is its own. Signals are
 flags on the device that each wait resets, so that eager calls and replays of a CUDA graph can follow one another. A wait
@@ -148,7 +149,8 @@ def peer_put(source: torch.Tensor, chunk: int, first: int, length: int, P: int, 
     piece, pitch = length * width * size, P * tokens * width * size
     current = torch.cuda.current_stream(source.device)
     here.sending.wait_stream(current)
-    here.sending.wait_event(here.free)
+    if not torch.cuda.is_current_stream_capturing():
+        here.sending.wait_event(here.free)
     with torch.cuda.stream(here.sending):
         for peer in (*here.peers(), here.rank):
             to = here.inboxes[peer] + (P * first * width * size + here.rank * piece) * batch
@@ -224,7 +226,8 @@ def peer_finish(stored: Sequence[torch.Tensor], batch: int, tokens: int, width: 
     here.results_handle.barrier(channel=BARRIER_CHANNEL)
     count = batch * P * tokens * width
     results = here.results.view(stored[0].dtype)[:count].view(batch, P, tokens, width).clone()
-    here.free.record(torch.cuda.current_stream(results.device))
+    if not torch.cuda.is_current_stream_capturing():
+        here.free.record(torch.cuda.current_stream(results.device))
     return results
 
 
