@@ -9,7 +9,7 @@ _SAID: set[str] = set()
 
 
 class Delegated(RuntimeError):
-    """`A2A_FFN_STRICT=1` and the layer would have delegated to the reference."""
+    """`A2A_FFN_STRICT=1` and the layer would have delegated to the reference, or to the collectives."""
 
 
 def warn_once(text: str) -> None:
@@ -19,9 +19,11 @@ def warn_once(text: str) -> None:
     _SAID.add(text)
 
 
-def fall_back(reason: str, *, rank: int) -> None:
-    """Say once that exchanges go through collectives although the peers' memory was asked for, and why."""
+def fall_back(reason: str, *, strict: bool, rank: int) -> None:
+    """Say once that exchanges go through collectives although the peers' memory was asked for; with `strict` raise."""
     text = f"exchanging by collectives, not through the peers' memory: {reason}"
+    if strict:
+        raise Delegated(text)
     if rank == 0:
         warn_once(text)
 

@@ -32,7 +32,7 @@ def plan_for(
         return chosen
     reason = _obstacle(group, layout, dtype, device, training, bias, chosen.sizes)
     if reason is not None:
-        notice.fall_back(reason, rank=rank)
+        notice.fall_back(reason, strict=settings.strict, rank=rank)
         return chosen
     peers.make_room(group, layout.B * layout.T * layout.D * dtype.itemsize, device)
     return replace(chosen, peers=True, reserved_sms=0)

@@ -3,6 +3,7 @@
 #   public    public_check.py and the quick-start commands
 #   default   the default workload with two ranks: all four modes interleaved, compiled and not, forward and backward
 #   overlap   NVLink: none against the default plan and four chunks; host shared memory: against Inductor's own passes
+#   peers     exchanges through the peers' memory beside NCCL's, compiled and not, forward and backward
 #   traces    what runs beside what, over both links
 #   tests     tests/gpu
 # $PYTHON (default python3) must hold torch, triton and numpy.
@@ -53,6 +54,17 @@ for part in $parts; do
         name=overlap_shm${pass:+_backward}
         step "$name" env NCCL_P2P_DISABLE=1 $compare --modes "none,kernel,$peers" $common --json "$out/$name.json"
         tail -n 12 "$out/$name.log"
+      done
+      ;;
+    peers)
+      modes=none,with-sm,sm-free,kernel,kernel:sequential,kernel:peers=1,kernel:peers=4+28,kernel:peers=8+24
+      common="--modes $modes --warmup 5 --num-tests 20 --rounds 4 --check-correctness approx"
+      for compile in "" --no-compile; do
+        for pass in "" --backward; do
+          name=peers${compile:+_eager}${pass:+_backward}
+          step "$name" $compare $common $compile $pass --json "$out/$name.json"
+          tail -n 12 "$out/$name.log"
+        done
       done
       ;;
     traces)

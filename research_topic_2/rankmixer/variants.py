@@ -4,6 +4,7 @@
     ``naive``                kernel         the chunked layer without our schedule: torch.compile's own order
     ``sequential``           kernel         the same layer as one chunk, so that nothing can overlap
     ``chunks=4``             kernel         that many chunks along L; ``chunks=8+16+8`` are their sizes
+    ``peers``                kernel         through the peers' memory; ``peers=4+28`` with these chunks
     ``inductor-reorder``     none, kernel   Inductor's reordering of collectives, with the version's strongest passes
     ``inductor-overlap``     none, kernel   Inductor's overlap scheduling of the FX graph, with measured collectives
     ``inductor-overlap-nodeps``             the same without the dependencies that keep its order (none, kernel)
@@ -20,8 +21,8 @@ import os
 from dataclasses import dataclass, field
 
 SEPARATOR = ":"
-CHUNKS = "chunks="
-VARIANTS = ("naive", "sequential", CHUNKS + "N", "inductor-reorder", "inductor-overlap", "inductor-overlap-nodeps")
+CHUNKS, PEERS = "chunks=", "peers="
+VARIANTS = ("naive", "sequential", CHUNKS + "N", "peers", PEERS + "N", "inductor-reorder", "inductor-overlap", "inductor-overlap-nodeps")
 _NAIVE = {"A2A_FFN_DISABLE_PASSES": "inplace-gradients,pin-order,reorder,reserve-sms,share-kernels",
           "A2A_FFN_RESERVED_SMS": "0"}
 _REORDER_PASSES = ("reorder_communication_preserving_peak_memory", "sink_waits_iterative",
@@ -84,7 +85,7 @@ def parse(name):
     if not separator:
         return Variant(name, mode)
     inductor = variant in VARIANTS and variant.startswith("inductor-")
-    if not inductor and variant not in ("naive", "sequential") and not variant.startswith(CHUNKS):
+    if not inductor and variant not in ("naive", "sequential", "peers") and not variant.startswith((CHUNKS, PEERS)):
         raise ValueError(f"modes: {name!r}: {variant!r} is not a variant; allowed are {', '.join(VARIANTS)}")
     if mode != "kernel" and not (inductor and mode == "none"):
         raise ValueError(f"modes: {name!r}: {variant} is a variant of {'none and kernel' if inductor else 'kernel'}")
@@ -105,10 +106,13 @@ def _layer_settings(name, variant):
         return _NAIVE
     if variant == "sequential":
         return {"A2A_FFN_CHUNKS": "1"}
-    sizes = variant.removeprefix(CHUNKS).split("+")
+    transport = {"A2A_FFN_TRANSPORT": "peers"} if variant.startswith("peers") else {}
+    if variant == "peers":
+        return transport
+    sizes = variant.removeprefix(CHUNKS).removeprefix(PEERS).split("+")
     if not all(size.isdecimal() and int(size) >= 1 for size in sizes):
         raise ValueError(f"modes: {name!r}: must be a positive count, or positive sizes joined by +")
-    return {"A2A_FFN_CHUNKS": ",".join(sizes)}
+    return {"A2A_FFN_CHUNKS": ",".join(sizes), **transport}
 
 
 def _reordering():

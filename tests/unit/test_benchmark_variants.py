@@ -24,7 +24,8 @@ def test_a_mode_by_itself_changes_nothing():
 @pytest.mark.parametrize("name, variable, value", [
     ("kernel:naive", "A2A_FFN_DISABLE_PASSES", NAIVE),
     ("kernel:sequential", "A2A_FFN_CHUNKS", "1"), ("kernel:chunks=4", "A2A_FFN_CHUNKS", "4"),
-    ("kernel:chunks=2+14", "A2A_FFN_CHUNKS", "2,14"),
+    ("kernel:chunks=2+14", "A2A_FFN_CHUNKS", "2,14"), ("kernel:peers", "A2A_FFN_TRANSPORT", "peers"),
+    ("kernel:peers=4+28", "A2A_FFN_TRANSPORT", "peers"), ("kernel:peers=4+28", "A2A_FFN_CHUNKS", "4,28"),
     ("kernel:inductor-reorder", "A2A_FFN_DISABLE_PASSES", NAIVE),
 ])
 def test_kernel_variants_are_strict_settings_of_the_layer(monkeypatch, name, variable, value):
@@ -47,6 +48,7 @@ def test_variants_of_none_leave_the_environment_alone():
     ("kernel:fast", "'fast' is not a variant"), ("kernel:", "'' is not a variant"),
     ("none:naive", "is a variant of kernel"), ("with-sm:inductor-reorder", "is a variant of none and kernel"),
     ("none:chunks=4", "is a variant of kernel"), ("kernel:chunks=", "positive count"),
+    ("kernel:peers=", "positive count"), ("none:peers", "is a variant of kernel"),
     ("kernel:chunks=0", "positive count"), ("kernel:chunks=4,4", "positive count"),
 ])
 def test_parse_refuses(name, message):
