@@ -87,8 +87,9 @@ def _expected_log(count, recipe, reserved=False):
     if reserved:
         forward.append(("reserve-sms", 2 * count))
         backward.append(("reserve-sms", 2 * count + (0 if count > 1 else 2)))
-    if recipe == "inductor" and count > 1:
-        forward.append(("share-kernels", 2))
+    if count > 1:
+        forward.append(("share-kernels", 3 if recipe == "inductor" else 1))
+        backward.append(("share-kernels", 1))
     tail = [("pin-order", 2 * count)]
     steps = [("verify", 6 * count)], [("verify", 8 * count)]
     return [("localize-views", 4 * count), *forward, *tail, *steps[0], *backward, *tail, *steps[1]]
@@ -146,8 +147,8 @@ def test_reserved_sms_and_disabled_passes_are_in_the_graph(monkeypatch):
 def test_equal_chunks_share_their_kernels(monkeypatch):
     forward = _compile(monkeypatch, 2, "4", "inductor", tokens=16).wrappers[0]
     sources = re.findall(r"cpp_pybinding\(.*?\'\'\'(.*?)\'\'\'", forward, re.S)
-    # Four packs of x, which differ in their offset; epilogue, bias, and the copy into the output.
-    assert len({re.sub(r"cpp_fused_\w+", "", source) for source in sources}) == 4 + 3
+    # The pack of x, epilogue, bias and pack, and the copy into the output.
+    assert len({re.sub(r"cpp_fused_\w+", "", source) for source in sources}) == 4
 
 
 def test_a_warm_cache_answers_without_the_passes_and_follows_their_settings(monkeypatch, tmp_path):
