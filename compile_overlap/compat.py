@@ -6,6 +6,7 @@
 | scheduler-pass base class                        | CustomGraphPass  | CustomSchedulerPass (2.13) |
 | `WeakDep` that does not extend lifetimes         | no               | `is_fake=True`             |
 | `GraphLowering.save_output_code` when unused     | a no-op          | None (2.13)                |
+| a norm of a sum that backward does not need      | rounds otherwise | rounds alike               |
 
 `comptime_value` is here too: it reads a Dynamo internal that no version makes public.
 """
@@ -22,6 +23,10 @@ from torch._inductor.dependencies import WeakDep
 
 CustomGraphPass = custom_graph_pass.CustomGraphPass
 CustomSchedulerPass = getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraphPass)
+
+# In 2.6.0 Inductor rounds a sum to its dtype before a layer norm only where backward needs the sum, as the reference's
+# does. The fused backward needs its two operands instead: with it, the forward would differ from the reference's.
+NORM_ROUNDS_ALIKE = not torch.__version__.startswith("2.6.")
 
 _WEAK_DEP_HAS_FAKE = "is_fake" in inspect.signature(WeakDep).parameters
 

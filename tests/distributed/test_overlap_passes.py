@@ -34,12 +34,12 @@ def _with_passes_off(rank, variants):
     return results
 
 
-RUNNING = {"localize-views", "check-exchanges", "reorder", "inplace-gradients", "pin-order"}
+RUNNING = {"localize-views", "check-exchanges", "reorder", "inplace-gradients", "share-kernels", "pin-order"}
 NAIVE = "inplace-gradients,pin-order,reorder"
 
 
 @pytest.mark.parametrize(
-    "variants", [("", NAIVE, "all"), pytest.param((*sorted(RUNNING), "reserve-sms", "share-kernels"), marks=pytest.mark.slow, id="each")]
+    "variants", [("", NAIVE, "all"), pytest.param((*sorted(RUNNING), "reserve-sms", "lower-to-peers"), marks=pytest.mark.slow, id="each")]
 )
 def test_numbers_are_the_same_with_any_pass_switched_off(variants, tmp_path):
     job = functools.partial(_with_passes_off, variants=variants)
