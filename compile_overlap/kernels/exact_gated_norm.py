@@ -80,6 +80,7 @@ def by_aten(z, bias, gamma_x, beta_x, gamma_gate, beta_gate, eps_x: float, eps_g
     return normed * aten.silu(gate), mean_x, rstd_x, mean_gate, rstd_gate
 
 
+@functools.lru_cache(maxsize=None)
 def _halves(count: int) -> bool:
     """Whether `count * (1 / (2 * count))` is one half in fp32, as it then is for the counts of all later levels."""
     return float(torch.tensor(float(count)) * (1.0 / torch.tensor(2.0 * count))) == 0.5
