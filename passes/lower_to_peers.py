@@ -110,6 +110,8 @@ class _Lowering:
         start, wait = chunk.starts[0], chunk.waits[0]
         base, packed = _viewed(start.args[0])
         B, P, L, D = self.batch, self.P, self.tokens, self.width
+        if packed.dim() == 3:  # with B = 1 nothing had to be transposed
+            packed = packed.unflatten(0, (P, B))
         source = base.meta["val"]
         first, rest = divmod(packed.storage_offset(), D)
         expected = ((P, B, chunk.size, D), (L * D, P * L * D, D, 1))

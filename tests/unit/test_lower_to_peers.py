@@ -30,6 +30,11 @@ def test_both_directions_are_lowered_and_verified(monkeypatch):
     assert [entry for entry in log if entry[0] == "verify"] == [("verify", 7), ("verify", 7)]
 
 
+def test_one_row_for_each_rank_is_lowered(monkeypatch):
+    log = _run(monkeypatch, lambda layer: _call(layer(), _input(batch=1)).sum().backward(), chunks="2", **PEERS)
+    assert _lowered(log) == [7, 7]
+
+
 def test_without_a_second_exchange_the_collectives_stay(monkeypatch):
     log = _run(monkeypatch, lambda layer: _call(layer(), _input(False)).sum().backward(), "0", "2", **PEERS)
     assert _lowered(log) == [7]
