@@ -5,10 +5,10 @@ Contract
     out     nothing; what was compared is in the pass log (one match for each start, wait and GEMM)
     raises  `ContractError` under `A2A_FFN_STRICT=1` when the two orders differ; otherwise it warns once
 
-Exchanges through the peers' memory are compared by their operators. Starts are compared by their place in the order of starts, waits by the start whose buffer they take. GEMMs are compared
-where the graph holds no others than ours (a wrapper does not say whose a GEMM is) and Inductor calls them as they are
-(not under `max_autotune`). C++ wrappers are not read. Code that comes from a warm cache was verified when it was
-generated.
+Starts are compared by their place in the order of starts, waits by the start whose buffer they take, exchanges through
+the peers' memory by their operators. GEMMs are compared where the graph holds no others than ours (a wrapper does not say
+whose a GEMM is) and Inductor calls them as they are (not under `max_autotune`). C++ wrappers are not read. Code that
+comes from a warm cache was verified when it was generated.
 """
 
 from __future__ import annotations
