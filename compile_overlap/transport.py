@@ -48,12 +48,22 @@ def _obstacle(group, layout: Layout, dtype, device, training: bool, bias: str, s
     if key not in decided:
         reason = peers.obstacle(group, layout.P, device, dtype)
         if reason is None:
-            gemms = _gemms(layout, training, bias, sizes)
-            exact = all(gemm_combine.agrees_with_cublas(*shape, dtype, device) for shape in gemms)
-            if not groups.all_ranks(group, layout.P, device, exact):
-                reason = f"cuBLAS sums in another order than the kernel for {layout}"
+            failure = _difference(_gemms(layout, training, bias, sizes), dtype, device)
+            if not groups.all_ranks(group, layout.P, device, failure is None):
+                reason = failure or "another rank cannot"
         decided[key] = reason
     return decided[key]
+
+
+def _difference(gemms: Iterator[tuple], dtype: torch.dtype, device: torch.device) -> str | None:
+    """What keeps the kernel from these GEMMs on this rank, or None. It never raises: the peers wait for the answer."""
+    try:
+        for shape in gemms:
+            if not gemm_combine.agrees_with_cublas(*shape, dtype, device):
+                return f"cuBLAS sums in another order than the kernel for {shape}"
+    except Exception as error:  # whatever Triton or CUDA raise is the reason
+        return f"the kernel fails: {error}"
+    return None
 
 
 def _gemms(layout: Layout, training: bool, bias: str, sizes: tuple[int, ...]) -> Iterator[tuple]:

@@ -5,7 +5,8 @@ Contract
     out     the same graph with `compile_overlap::chunk_bmm` in place of
             - each weight gradient that feeds a concatenation of its siblings (InPlaceGradients), and
             - each GEMM of a layer whose plan reserves SMs (ReserveSMs)
-    raises  `UnknownStructure` when a concatenation mixes free GEMMs of a layer with something else
+    raises  `UnknownStructure` when a weight gradient of a layer with several chunks is a result of the graph by itself, or
+            a concatenation mixes weight gradients with something else
 
 Under `max_autotune` Inductor's own templates are kept: weight gradients are copied, and no SMs are reserved.
 """
@@ -31,6 +32,9 @@ class InPlaceGradients(OverlapPass):
             if len(layer.chunks) == 1:
                 continue
             free = {node for chunk in layer.chunks for node in chunk.free}
+            alone = sorted(node.name for node in free if any(user.op == "output" for user in node.users))
+            if alone:
+                raise UnknownStructure(f"{alone}: chunks' weight gradients must feed one concatenation")
             wholes = {user for node in free for user in node.users if user.target is aten.cat.default}
             for whole in wholes:
                 parts = set(whole.args[0])

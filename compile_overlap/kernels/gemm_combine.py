@@ -58,13 +58,6 @@ def tile_for(tokens: int, rows: int, columns: int, sms: int, tiles: tuple[Tile, 
     return min(tiles, key=cost)
 
 
-def takes(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether the kernel computes left [l,M,K] @ right [l,K,N]: bf16 or fp16, SM90, one of the last strides 1."""
-    if triton is None or not left.is_cuda or left.dtype not in (torch.bfloat16, torch.float16):
-        return False
-    return right.dtype == left.dtype and torch.cuda.get_device_capability(left.device) >= (9, 0) and left.numel() > 0
-
-
 def gemm_combine(
     left: torch.Tensor,
     right: torch.Tensor,
@@ -78,7 +71,8 @@ def gemm_combine(
     """Store left [l,P*batch,K] @ right [l,K,D] (+ bias [l,D]) to rows `first`..`first`+l of each rank's [batch,tokens,D].
 
     `addresses` [P], int64, on the device: where each rank's output begins. `bias_form`: NO_BIAS, or ADD or BADDBMM for
-    a bias that is added after the product is rounded or before. `right` may be a transposed view. `takes` must hold.
+    a bias that is added after the product is rounded or before. `right` may be a transposed view. bf16 or fp16, compute
+    capability 9.0.
     """
     length, rows, inner = left.shape
     columns = right.shape[2]

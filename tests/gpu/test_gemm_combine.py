@@ -27,7 +27,6 @@ def test_equals_cublas(shape, dtype, transposed, form):
     left = draw(tokens, ranks * batch, inner)
     right = draw(tokens, columns, inner).transpose(1, 2) if transposed else draw(tokens, inner, columns)
     bias = draw(tokens, columns) if form else None
-    assert kernel.takes(left, right)
     whole, first = tokens + 3, 2
     outs = [torch.full((batch, whole, columns), 7.0, device="cuda", dtype=dtype) for _ in range(ranks)]
     addresses = torch.tensor([out.data_ptr() for out in outs], device="cuda")

@@ -171,13 +171,23 @@ def test_gemms_are_lowered_where_the_plan_says():
     assert ReserveSMs().run(chunks_of(free=2))[1] == 0
 
 
+def test_a_weight_gradient_without_a_whole_is_refused():
+    build = Builder()
+    weight = build.input("w", ROWS, DIM, DIM)
+    parts = [build.chunk(build.input(f"x{i}", ROWS, 2, DIM), weight, 2, free=1) for i in range(2)]
+    graph = build.done(*(node for out, free in parts for node in (out, *free)))
+    with pytest.raises(UnknownStructure, match="one concatenation"):
+        InPlaceGradients().run(graph)
+
+
 def test_weight_gradients_that_something_else_reads_are_refused():
     build = Builder()
     weight = build.input("w", ROWS, DIM, DIM)
     parts = [build.chunk(build.input(f"x{i}", ROWS, 2, DIM), weight, 2, free=1) for i in range(2)]
     gradients = [node for _, free in parts for node in free]
     whole = build.call(aten.cat.default, (4, DIM, DIM), gradients)
-    graph = build.done(*(out for out, _ in parts), whole, *gradients)
+    doubled = build.call(aten.add.Tensor, (2, DIM, DIM), gradients[0], gradients[0])
+    graph = build.done(*(out for out, _ in parts), whole, doubled)
     with pytest.raises(UnknownStructure, match="nothing else reads"):
         InPlaceGradients().run(graph)
 
