@@ -1,7 +1,9 @@
 """The benchmark's commands under torchrun with two gloo ranks: failing checks and mistakes end every rank."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +26,14 @@ def launch(script, *arguments, plugin="sequential_plugin"):
                    "PYTHON": sys.executable}
     command = ["bash", str(FOLDER / "scripts" / "run_prod_local.sh")] if script == "benchmark" else [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(FOLDER / script)]
-    return subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, timeout=150)
+    process = subprocess.Popen([*command, *arguments], env=environment, start_new_session=True, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        stdout, stderr = process.communicate(timeout=150)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # the ranks too, where one hangs
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
 @pytest.mark.parametrize("condition, ranks", [("True", "[0, 1]"), ("dist.get_rank() == 1", "[1]")])

@@ -1,20 +1,14 @@
 """The benchmark's exchanges and all four modes on gloo processes, against the sequential layer."""
 
-import json
-import os
-import sys
-from pathlib import Path
+import functools
 
+import ranks
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "research_topic_2"))
-
-from rankmixer.block import RankMixerBlock  # noqa: E402
-from rankmixer.compiling import compile_fresh  # noqa: E402
-from rankmixer.exchange import combine, dispatch  # noqa: E402
-from rankmixer.ffn import PerTokenFFN  # noqa: E402
+from rankmixer.block import RankMixerBlock
+from rankmixer.compiling import compile_fresh
+from rankmixer.exchange import combine, dispatch
+from rankmixer.ffn import PerTokenFFN
 
 MODES = ("none", "with-sm", "sm-free", "kernel")
 # Gradients that sum over rows: chunks lay the rows out differently, and norms are summed over chunks.
@@ -22,20 +16,7 @@ ROW_SUMS = {"ffn.b1", "ffn.bout", *(f"ffn.norm_{side}.{kind}" for side in ("x", 
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
-def run_on_ranks(job, ranks, folder):
-    """Run ``job(rank) -> json-able`` on gloo processes and return the ranks' results."""
-    mp.spawn(_rank_main, args=(job, ranks, str(folder)), nprocs=ranks, join=True)
-    return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
-
-
-def _rank_main(rank, job, ranks, folder):
-    torch.set_num_threads(1)
-    os.environ["A2A_FFN_KERNEL_PLUGIN"] = "sequential_plugin"
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(job(rank)))
-    dist.barrier()
-    dist.destroy_process_group()
+run_on_ranks = functools.partial(ranks.run_on_ranks, environment={"A2A_FFN_KERNEL_PLUGIN": "sequential_plugin"})
 
 
 def exchange_job(rank):

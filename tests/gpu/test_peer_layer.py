@@ -3,21 +3,22 @@
 Ranks as in `test_peers`: on two GPUs with NCCL, or sharing one with gloo.
 """
 
+import functools
 import os
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from archive_double import ArchiveBlock, ArchiveFFN
 from gradients import outputs_and_gradients, worst_relative
+from ranks import run_on_ranks
 from test_peers import P, pytestmark, start  # noqa: F401  the same machines
 
 CASES = [((4, 16, 128, 2), "1"), ((16, 8, 96, 3), "2"), ((64, 16, 640, 2), "2,6")]
 
 
-def _layers(rank, folder, block):
-    device = start(rank, folder)
+def _layers(rank, block):
+    device = torch.device("cuda", torch.cuda.current_device())
     os.environ.update(A2A_FFN_STRICT="1", A2A_FFN_KERNEL_PLUGIN="compile_overlap", A2A_FFN_TRANSPORT="peers")
     import passes
 
@@ -43,16 +44,13 @@ def _layers(rank, folder, block):
         results.append(
             (torch.equal(got, expected), torch.equal(inferred, expected), lowered, worst_relative(wanted, grads))
         )
-    torch.save(results, f"{folder}/{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return results
 
 
 @pytest.mark.parametrize("block", [False, True], ids=["eager", "compiled"])
 def test_equals_none(block, tmp_path):
-    mp.spawn(_layers, args=(str(tmp_path), block), nprocs=P, join=True)
-    for rank in range(P):
-        for equal, inferred, lowered, worst in torch.load(tmp_path / f"{rank}.pt"):
+    for results in run_on_ranks(functools.partial(_layers, block=block), P, tmp_path, start=start):
+        for equal, inferred, lowered, worst in results:
             assert equal and inferred
             assert lowered == 3  # forward, backward, and the forward without gradients
             assert worst < 2e-2

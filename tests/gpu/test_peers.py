@@ -3,12 +3,13 @@
 Two ranks, on two GPUs with NCCL, or sharing one GPU with gloo where the torch version allows it (2.11).
 """
 
+import functools
 import os
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import run_on_ranks
 
 from compile_overlap import peers
 from compile_overlap.kernels import gemm_combine
@@ -21,22 +22,20 @@ P, WIDTH = 2, 64
 ALIAS = "compile_overlap[2,2 r1 a2 b1 s0 peers]:{}"
 
 
-def start(rank, folder):
+def start(rank, ranks, folder):
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     device = torch.device("cuda", rank % GPUS)
     torch.cuda.set_device(device)
     store = f"file://{folder}/store"
     extra = {} if SHARED else {"device_id": device}
-    dist.init_process_group("gloo" if SHARED else "nccl", init_method=store, rank=rank, world_size=P, **extra)
-    return device
+    dist.init_process_group("gloo" if SHARED else "nccl", init_method=store, rank=rank, world_size=ranks, **extra)
 
 
 def _draw(seed, *size):
     return torch.randn(size, generator=torch.Generator().manual_seed(seed)).bfloat16().cuda()
 
 
-def _stress(rank, folder, calls):
-    start(rank, folder)
+def _stress(rank, calls):
     group = dist.group.WORLD
     peers.make_room(group, 1 << 20, torch.device("cuda", torch.cuda.current_device()))
     alias = ALIAS.format(group.group_name)
@@ -69,13 +68,9 @@ def _stress(rank, folder, calls):
             expected = torch.bmm(torch.bmm(rows, weights[owner]), weights[owner]) + weights[owner][:, :1]
             mismatches += not torch.allclose(results[:, owner].transpose(0, 1), expected, rtol=0.05, atol=2.0)
         here.results.fill_(255)  # what no rank stores again stays NaN
-    torch.cuda.synchronize()
-    torch.save(mismatches, f"{folder}/{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return mismatches
 
 
 @pytest.mark.parametrize("calls", [40 if SHARED else 500])
 def test_rows_arrive_under_delays(calls, tmp_path):
-    mp.spawn(_stress, args=(str(tmp_path), calls), nprocs=P, join=True)
-    assert [torch.load(tmp_path / f"{rank}.pt") for rank in range(P)] == [0, 0]
+    assert run_on_ranks(functools.partial(_stress, calls=calls), P, tmp_path, start=start) == [0, 0]
