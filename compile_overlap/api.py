@@ -12,7 +12,7 @@ from torch._dynamo.comptime import comptime
 
 import passes
 
-from . import compat, compiler, notice, plan, probe, transport
+from . import calls, compat, compiler, notice, plan, probe, transport
 from .config import Settings
 from .group import all_ranks, group_name, overlap_alias, same_on_all_ranks
 from .layer import overlapped_ffn
@@ -38,12 +38,16 @@ def forward_ffn(ffn: Any, inputs: torch.Tensor, *, comp_only: bool = False) -> t
     the recipe and answers where the layer cannot. With `comp_only` the exchanges are replaced by the local layout
     change. All ranks of the group must call it alike. Raises ValueError for bad input, before any exchange.
     """
+    if not torch.compiler.is_compiling():
+        layer = calls.known_layer(ffn, inputs, comp_only)
+        if layer is not None:
+            return layer(inputs.contiguous(), *parameters_of(ffn))
     layout = check_call(ffn, inputs)
     reason = plan.unsupported(ffn, inputs)
     if torch.compiler.is_compiling():
         return _inlined(ffn, inputs, layout, reason, comp_only)
     settings = Settings.from_environment()
-    inputs = inputs.contiguous()
+    given, inputs = inputs, inputs.contiguous()
     if reason is None:
         decision = decide(ffn, inputs, layout, settings)
         reason = decision.reason if decision.recipe is None else None
@@ -53,6 +57,7 @@ def forward_ffn(ffn: Any, inputs: torch.Tensor, *, comp_only: bool = False) -> t
     if reason is not None:
         notice.delegate(reason, strict=settings.strict, rank=ffn.ep_index)
         return ffn.forward(inputs, overlap="none", comp_only=comp_only)
+    calls.keep(ffn, given, comp_only, layer)
     return layer(*tensors)
 
 
@@ -147,6 +152,7 @@ def _refuse_capture(inputs: torch.Tensor, what: str) -> None:
 def reset() -> None:
     """Forget every decision and compiled configuration; the next calls decide and compile again, on every rank."""
     _DECISIONS.clear()
+    calls.reset()
     compiler.reset()
     transport.reset()
 

@@ -6,6 +6,7 @@
 | scheduler-pass base class                        | CustomGraphPass  | CustomSchedulerPass (2.13) |
 | `WeakDep` that does not extend lifetimes         | no               | `is_fake=True`             |
 | `GraphLowering.save_output_code` when unused     | a no-op          | None (2.13)                |
+| the store of symmetric memory                    | a file           | the group's                |
 | a norm of a sum that backward does not need      | rounds otherwise | rounds alike               |
 
 `comptime_value` is here too: it reads a Dynamo internal that no version makes public.
@@ -27,6 +28,8 @@ CustomSchedulerPass = getattr(custom_graph_pass, "CustomSchedulerPass", CustomGr
 # In 2.6.0 Inductor rounds a sum to its dtype before a layer norm only where backward needs the sum, as the reference's
 # does. The fused backward needs its two operands instead: with it, the forward would differ from the reference's.
 NORM_ROUNDS_ALIKE = not torch.__version__.startswith("2.6.")
+
+SYMMETRIC_MEMORY_HAS_OWN_STORE = torch.__version__.startswith("2.6.")
 
 _WEAK_DEP_HAS_FAKE = "is_fake" in inspect.signature(WeakDep).parameters
 
@@ -78,6 +81,16 @@ def register_group_alias(alias: str, group: torch.distributed.ProcessGroup) -> N
     if known is not None:
         c10d._unregister_process_group(alias)
     c10d._register_process_group(alias, group)
+
+
+def symmetric_memory_store(group: torch.distributed.ProcessGroup) -> torch.distributed.Store:
+    """The store over which the ranks of a group make each other's memory known."""
+    from torch.distributed import _symmetric_memory, distributed_c10d
+
+    if SYMMETRIC_MEMORY_HAS_OWN_STORE:
+        _symmetric_memory.enable_symm_mem_for_group(group.group_name)
+        return _symmetric_memory._group_name_to_store[group.group_name]
+    return distributed_c10d._get_process_group_store(group)
 
 
 def is_backward_graph() -> bool:

@@ -26,6 +26,15 @@ from .recipes import BIAS_FORMS, RECIPES
 
 
 PEERS = "peers"
+VARIABLES = (
+    "A2A_FFN_CHUNKS", "A2A_FFN_RECIPE", "A2A_FFN_BIAS", "A2A_FFN_NORM_GRADIENTS", "A2A_FFN_IN_FLIGHT",
+    "A2A_FFN_RESERVED_SMS", "A2A_FFN_TRANSPORT", "A2A_FFN_COSTS", "A2A_FFN_DISABLE_PASSES", "A2A_FFN_STRICT",
+)  # fmt: skip
+
+
+def variables() -> tuple[str | None, ...]:
+    """The texts that `Settings` are read from."""
+    return tuple(map(os.environ.get, VARIABLES))
 
 
 @dataclass(frozen=True)

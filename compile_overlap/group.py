@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from typing import Any, Callable
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,18 @@ def same_on_all_ranks(group: Any, size: int, device: torch.device, value: Any) -
     gathered = mine.repeat(size)
     dist.all_gather_into_tensor(gathered, mine, group=group)
     return bool((gathered == mine).all())
+
+
+def attempt(group: Any, size: int, device: torch.device, call: Callable[[], Any]) -> tuple[Any, str | None]:
+    """(what `call()` returns, None) where it raises on no rank of the group; else (None, why) on every rank."""
+    value = failure = None
+    try:
+        value = call()
+    except Exception as error:  # whatever it raises, the other ranks wait for the verdict
+        failure = str(error) or type(error).__name__
+    if all_ranks(group, size, device, failure is None):
+        return value, None
+    return None, failure or "another rank cannot"
 
 
 def all_ranks(group: Any, size: int, device: torch.device, flag: bool) -> bool:

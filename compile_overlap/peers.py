@@ -26,36 +26,34 @@ Operators carry the layer's alias of its group (`passes.graphs`), by which they 
 from __future__ import annotations
 
 import ctypes
+import datetime
 import functools
 import socket
 import weakref
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
+from . import compat
 from . import group as groups
-from .kernels import gemm_combine
+from .kernels import gemm_combine, loaded_library
+from .operators import fake_of, operator
 
 BARRIER_CHANNEL = 0
 _DEVICE_TO_DEVICE = 3  # cudaMemcpyDeviceToDevice
 _SMALLEST = 1 << 20
-
-
-def _symmetric(nbytes: int, device: torch.device, group: Any) -> tuple[torch.Tensor, Any]:
-    """A buffer [nbytes] of bytes that all ranks of the group can address, and its handle; all of them call this."""
-    buffer = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
-    return buffer, symmetric_memory.rendezvous(buffer, group.group_name)
+RENDEZVOUS_S = 60
 
 
 class Room:
-    """The symmetric buffers of one group, for exchanges of up to `nbytes` bytes a rank."""
+    """The symmetric buffers of one group: bytes [nbytes], one for each rank's inbox and one for its results."""
 
-    def __init__(self, group: Any, nbytes: int, device: torch.device):
-        self.nbytes = nbytes
-        self.inbox, self.inbox_handle = _symmetric(nbytes, device, group)
-        self.results, self.results_handle = _symmetric(nbytes, device, group)
+    def __init__(self, buffers: list[torch.Tensor], handles: list[Any]):
+        self.inbox, self.results = buffers
+        self.inbox_handle, self.results_handle = handles
+        self.nbytes, device = self.inbox.numel(), self.inbox.device
         self.rank, self.size = self.inbox_handle.rank, self.inbox_handle.world_size
         self.inboxes = list(self.inbox_handle.buffer_ptrs)
         self.addresses = torch.tensor(list(self.results_handle.buffer_ptrs), dtype=torch.int64, device=device)
@@ -77,18 +75,46 @@ def room(alias: str) -> Room:
     return _ROOMS[alias.split("]:", 1)[1]][1][-1]
 
 
-def make_room(group: Any, nbytes: int, device: torch.device) -> None:
-    """Make sure that the group has buffers of `nbytes`; all its ranks call this alike.
+def make_room(group: Any, P: int, nbytes: int, device: torch.device) -> str | None:
+    """Make sure that the group has buffers of `nbytes`; all its P ranks call this alike. Returns why it cannot, or None.
 
     Sizes double, and the smaller ones are kept (a captured CUDA graph may use them): in all at most twice the largest.
+    A rank that fails keeps none of the others for longer than `RENDEZVOUS_S`.
     """
     group = dist.group.WORLD if group is None else group
     owner, rooms = _ROOMS.get(group.group_name, (None, []))
     if owner is None or owner() is not group:
         rooms = []
         _ROOMS[group.group_name] = weakref.ref(group), rooms
-    if not rooms or rooms[-1].nbytes < nbytes:
-        rooms.append(Room(group, max(_SMALLEST, 1 << (nbytes - 1).bit_length()), device))
+    if rooms and rooms[-1].nbytes >= nbytes:
+        return None
+    size = max(_SMALLEST, 1 << (nbytes - 1).bit_length())
+    buffers, failure = groups.attempt(group, P, device, lambda: [_allocate(size, device) for _ in range(2)])
+    handles = []
+    for buffer in buffers or ():
+        handle, failure = groups.attempt(group, P, device, lambda buffer=buffer: _rendezvous(buffer, group))
+        if failure is not None:
+            break
+        handles.append(handle)
+    if failure is not None:
+        return f"no symmetric memory of {size} bytes: {failure}"
+    rooms.append(Room(buffers, handles))
+    return None
+
+
+def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
+    return symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def _rendezvous(buffer: torch.Tensor, group: Any) -> Any:
+    """The handle by which all ranks of the group address each other's buffers; all of them call this."""
+    store = compat.symmetric_memory_store(group)
+    usual = store.timeout
+    store.set_timeout(datetime.timedelta(seconds=RENDEZVOUS_S))
+    try:
+        return symmetric_memory.rendezvous(buffer, group.group_name)
+    finally:
+        store.set_timeout(usual)
 
 
 def obstacle(group: Any, P: int, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -118,26 +144,21 @@ def _own_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 @functools.lru_cache(maxsize=None)
-def _runtime() -> ctypes.CDLL:
-    """The CUDA runtime that torch has loaded into this process."""
-    with open("/proc/self/maps") as maps:
-        library = ctypes.CDLL(min(line.split()[-1] for line in maps if "/libcudart.so" in line))
-    copy = library.cudaMemcpy2DAsync
+def _memcpy_2d() -> Callable[..., int]:
+    copy = loaded_library("libcudart.so").cudaMemcpy2DAsync
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     copy.argtypes = [pointer, size, pointer, size, size, size, ctypes.c_int, pointer]
-    return library
+    return copy
 
 
 def _copy_rows(to: int, source: int, width: int, pitch: int, rows: int, stream: torch.cuda.Stream) -> None:
     """Copy `rows` pieces of `width` bytes, `pitch` bytes apart, behind one another; by a copy engine."""
-    status = _runtime().cudaMemcpy2DAsync(
-        to, width, source, pitch, width, rows, _DEVICE_TO_DEVICE, stream.cuda_stream
-    )
+    status = _memcpy_2d()(to, width, source, pitch, width, rows, _DEVICE_TO_DEVICE, stream.cuda_stream)
     if status:
         raise RuntimeError(f"cudaMemcpy2DAsync failed with status {status}")
 
 
-@torch.library.custom_op("compile_overlap::peer_put", mutates_args=())
+@operator
 def peer_put(source: torch.Tensor, chunk: int, first: int, length: int, P: int, alias: str) -> torch.Tensor:
     """Put tokens `first`..`first`+`length` of each rank's share of `source` [B,P,L,D] into that rank's inbox.
 
@@ -162,12 +183,12 @@ def peer_put(source: torch.Tensor, chunk: int, first: int, length: int, P: int, 
     return source.new_empty(0)
 
 
-@peer_put.register_fake
+@fake_of(peer_put)
 def _(source, chunk, first, length, P, alias):
     return source.new_empty(0)
 
 
-@torch.library.custom_op("compile_overlap::peer_take", mutates_args=())
+@operator
 def peer_take(
     token: torch.Tensor, source: torch.Tensor, chunk: int, first: int, length: int, P: int, keep: bool, alias: str
 ) -> torch.Tensor:
@@ -186,12 +207,12 @@ def peer_take(
     return arrived.clone() if keep else arrived
 
 
-@peer_take.register_fake
+@fake_of(peer_take)
 def _(token, source, chunk, first, length, P, keep, alias):
     return source.new_empty((P * source.shape[0], length, source.shape[3]))
 
 
-@torch.library.custom_op("compile_overlap::peer_gemm", mutates_args=())
+@operator
 def peer_gemm(
     left: torch.Tensor,
     right: torch.Tensor,
@@ -214,12 +235,12 @@ def peer_gemm(
     return left.new_empty(0)
 
 
-@peer_gemm.register_fake
+@fake_of(peer_gemm)
 def _(left, right, bias, bias_form, first, tokens, P, alias):
     return left.new_empty(0)
 
 
-@torch.library.custom_op("compile_overlap::peer_finish", mutates_args=())
+@operator
 def peer_finish(stored: Sequence[torch.Tensor], batch: int, tokens: int, width: int, P: int, alias: str) -> torch.Tensor:
     """Wait until all ranks have stored all their chunks; my results [B,P,L,D], a private copy."""
     here = room(alias)
@@ -231,7 +252,7 @@ def peer_finish(stored: Sequence[torch.Tensor], batch: int, tokens: int, width: 
     return results
 
 
-@peer_finish.register_fake
+@fake_of(peer_finish)
 def _(stored, batch, tokens, width, P, alias):
     return stored[0].new_empty((batch, P, tokens, width))
 
@@ -242,9 +263,9 @@ def register_lowering() -> None:
     from torch._inductor import lowering
     from torch._inductor.virtualized import V
 
-    call = lowering.fallback_handler(torch.ops.compile_overlap.peer_take.default, add_to_fallback_set=False)
+    call = lowering.fallback_handler(peer_take, add_to_fallback_set=False)
 
-    @lowering.register_lowering(torch.ops.compile_overlap.peer_take.default, type_promotion_kind=None)
+    @lowering.register_lowering(peer_take, type_promotion_kind=None)
     def take(*args):
         arrived = call(*args)
         V.graph.never_reuse_buffers.add(arrived.get_name())

@@ -34,7 +34,6 @@ def plan_for(
     if reason is not None:
         notice.fall_back(reason, strict=settings.strict, rank=rank)
         return chosen
-    peers.make_room(group, layout.B * layout.T * layout.D * dtype.itemsize, device)
     return replace(chosen, peers=True, reserved_sms=0)
 
 
@@ -42,28 +41,25 @@ _DECIDED: weakref.WeakKeyDictionary[Any, dict[Any, str | None]] = weakref.WeakKe
 
 
 def _obstacle(group, layout: Layout, dtype, device, training: bool, bias: str, sizes: tuple[int, ...]) -> str | None:
-    """Why a layer of this group goes through collectives, or None; decided once by all its ranks."""
+    """Why a layer of this group goes through collectives, or None and there are buffers; decided once by all ranks."""
     decided = _DECIDED.setdefault(dist.group.WORLD if group is None else group, {})
     key = (layout, dtype, device, training, bias, sizes)
     if key not in decided:
         reason = peers.obstacle(group, layout.P, device, dtype)
         if reason is None:
-            failure = _difference(_gemms(layout, training, bias, sizes), dtype, device)
-            if not groups.all_ranks(group, layout.P, device, failure is None):
-                reason = failure or "another rank cannot"
+            gemms = _gemms(layout, training, bias, sizes)
+            _, reason = groups.attempt(group, layout.P, device, lambda: _check(gemms, dtype, device))
+        if reason is None:
+            reason = peers.make_room(group, layout.P, layout.B * layout.T * layout.D * dtype.itemsize, device)
         decided[key] = reason
     return decided[key]
 
 
-def _difference(gemms: Iterator[tuple], dtype: torch.dtype, device: torch.device) -> str | None:
-    """What keeps the kernel from these GEMMs on this rank, or None. It never raises: the peers wait for the answer."""
-    try:
-        for shape in gemms:
-            if not gemm_combine.agrees_with_cublas(*shape, dtype, device):
-                return f"cuBLAS sums in another order than the kernel for {shape}"
-    except Exception as error:  # whatever Triton or CUDA raise is the reason
-        return f"the kernel fails: {error}"
-    return None
+def _check(gemms: Iterator[tuple], dtype: torch.dtype, device: torch.device) -> None:
+    """Run these GEMMs by the kernel. Raises RuntimeError where it rounds otherwise than cuBLAS, or what Triton raises."""
+    for shape in gemms:
+        if not gemm_combine.agrees_with_cublas(*shape, dtype, device):
+            raise RuntimeError(f"cuBLAS sums in another order than the kernel for {shape}")
 
 
 def _gemms(layout: Layout, training: bool, bias: str, sizes: tuple[int, ...]) -> Iterator[tuple]:

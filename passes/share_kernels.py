@@ -18,14 +18,15 @@ from collections import defaultdict
 
 import torch
 
+from compile_overlap.operators import LIBRARY
+
 from . import graphs
 from .base import OverlapPass
 from .discover import GEMMS
 
 aten = torch.ops.aten
-_LIBRARY = torch.library.Library("compile_overlap", "FRAGMENT")
-_LIBRARY.define("parts(Tensor(a) whole, SymInt[] sizes, int dim) -> Tensor(a)[]")
-_LIBRARY.impl("parts", lambda whole, sizes, dim: whole.split_with_sizes(sizes, dim), "CompositeExplicitAutograd")
+LIBRARY.define("parts(Tensor(a) whole, SymInt[] sizes, int dim) -> Tensor(a)[]")
+LIBRARY.impl("parts", lambda whole, sizes, dim: whole.split_with_sizes(sizes, dim), "CompositeExplicitAutograd")
 _PACKING = graphs.VIEWS | {aten.reshape.default, aten.clone.default}
 
 

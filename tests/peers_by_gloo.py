@@ -1,6 +1,7 @@
 """The operators of `compile_overlap.peers` on CPU, by gloo collectives: what they mean, without anybody's memory.
 
-`install()` registers them for CPU tensors and lets plans choose them; a rank's puts are exchanged when they are taken.
+Importing this registers them for CPU tensors, `install()` lets plans choose them; a rank's puts are exchanged when they
+are taken.
 """
 
 from __future__ import annotations
@@ -11,20 +12,16 @@ import torch.distributed as dist
 from compile_overlap import peers, transport
 from compile_overlap.kernels import gemm_combine
 
+_ON_CPU = torch.library.Library("compile_overlap", "IMPL")
 _sent: dict[int, torch.Tensor] = {}
 _stored: list[tuple[int, torch.Tensor]] = []
 
 
 def install() -> None:
-    """Call it once in a process; `transport._obstacle` and `peers.make_room` are replaced for good."""
+    """Call it once in a process; `transport._obstacle` is replaced for good."""
     _sent.clear()
     _stored.clear()
     transport._obstacle = lambda *_: None
-    peers.make_room = lambda *_: None
-    peers.peer_put.register_kernel("cpu")(_put)
-    peers.peer_take.register_kernel("cpu")(_take)
-    peers.peer_gemm.register_kernel("cpu")(_gemm)
-    peers.peer_finish.register_kernel("cpu")(_finish)
 
 
 def _exchange(send: torch.Tensor) -> torch.Tensor:
@@ -33,6 +30,7 @@ def _exchange(send: torch.Tensor) -> torch.Tensor:
     return received
 
 
+@torch.library.impl(_ON_CPU, "peer_put", "CPU")
 def _put(source, chunk, first, length, P, alias):
     B, _, _, D = source.shape
     assert source.is_contiguous() and chunk not in _sent
@@ -40,10 +38,12 @@ def _put(source, chunk, first, length, P, alias):
     return source.new_empty(0)
 
 
+@torch.library.impl(_ON_CPU, "peer_take", "CPU")
 def _take(token, source, chunk, first, length, P, keep, alias):
     return _exchange(_sent.pop(chunk))
 
 
+@torch.library.impl(_ON_CPU, "peer_gemm", "CPU")
 def _gemm(left, right, bias, bias_form, first, tokens, P, alias):
     product = torch.bmm(left, right)
     if bias_form == gemm_combine.ADD:
@@ -54,6 +54,7 @@ def _gemm(left, right, bias, bias_form, first, tokens, P, alias):
     return left.new_empty(0)
 
 
+@torch.library.impl(_ON_CPU, "peer_finish", "CPU")
 def _finish(stored, batch, tokens, width, P, alias):
     assert len(stored) == len(_stored)
     results = stored[0].new_empty((batch, P, tokens, width))

@@ -18,26 +18,28 @@ from typing import Callable
 import torch
 
 from .. import compat
+from ..operators import fake_of, operator
+from . import loaded_library, sm_count
 
 
-@torch.library.custom_op("compile_overlap::chunk_bmm", mutates_args=())
+@operator
 def chunk_bmm(left: torch.Tensor, right: torch.Tensor, reserved_sms: int, in_place: bool) -> torch.Tensor:
     """`torch.bmm` of [l,m,n] and [l,n,k]; `in_place` lets the compiler choose where the result lies."""
     return _leaving(reserved_sms, torch.bmm, left, right)
 
 
-@chunk_bmm.register_fake
+@fake_of(chunk_bmm)
 def _(left, right, reserved_sms, in_place):
     return left.new_empty((left.shape[0], left.shape[1], right.shape[2]))
 
 
-@torch.library.custom_op("compile_overlap::chunk_baddbmm", mutates_args=())
+@operator
 def chunk_baddbmm(bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, reserved_sms: int) -> torch.Tensor:
     """`torch.baddbmm` of [l,m,n] and [l,n,k]; `bias` broadcasts to [l,m,k]."""
     return _leaving(reserved_sms, torch.baddbmm, bias, left, right)
 
 
-@chunk_baddbmm.register_fake
+@fake_of(chunk_baddbmm)
 def _(bias, left, right, reserved_sms):
     return left.new_empty((left.shape[0], left.shape[1], right.shape[2]))
 
@@ -55,7 +57,7 @@ def register_lowering() -> None:
 
     choice = ExternKernelChoice(chunk_bmm_out, name="compile_overlap_chunk_bmm")
 
-    @lowering.register_lowering(torch.ops.compile_overlap.chunk_bmm.default, type_promotion_kind=None)
+    @lowering.register_lowering(chunk_bmm, type_promotion_kind=None)
     def lower(left, right, reserved_sms, in_place):
         if compat.writes_cpp_wrapper():  # it can only call what has a C++ name
             return lowering.lowerings[torch.ops.aten.bmm.default](left, right)
@@ -70,22 +72,10 @@ def _leaving(sms: int, gemm: Callable[..., torch.Tensor], *operands: torch.Tenso
     if not sms or not operands[0].is_cuda or torch.version.cuda is None:
         return gemm(*operands, **out)
     handle = ctypes.c_void_p(torch.cuda.current_blas_handle())
-    cublas, before = _cublas(), ctypes.c_int()
+    cublas, before = loaded_library("libcublas.so"), ctypes.c_int()
     cublas.cublasGetSmCountTarget(handle, ctypes.byref(before))
-    cublas.cublasSetSmCountTarget(handle, max(1, _sm_count(operands[0].device.index) - sms))
+    cublas.cublasSetSmCountTarget(handle, max(1, sm_count(operands[0].device) - sms))
     try:
         return gemm(*operands, **out)
     finally:
         cublas.cublasSetSmCountTarget(handle, before)
-
-
-@functools.lru_cache(maxsize=None)
-def _sm_count(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.lru_cache(maxsize=None)
-def _cublas() -> ctypes.CDLL:
-    """The cuBLAS that torch has loaded into this process."""
-    with open("/proc/self/maps") as maps:
-        return ctypes.CDLL(min(line.split()[-1] for line in maps if "/libcublas.so" in line))

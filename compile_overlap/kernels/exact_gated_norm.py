@@ -46,7 +46,7 @@ def takes(z: torch.Tensor) -> bool:
 
 
 def forward(z, bias, gamma_x, beta_x, gamma_gate, beta_gate, eps_x: float, eps_gate: float):
-    """See `recipes.exact.gated_norm_op`; `takes(z)` must hold."""
+    """See `recipes.exact.gated_norm_forward`; `takes(z)` must hold."""
     length, rows, twice_hidden = z.shape
     hidden = twice_hidden // 2
     out = z.new_empty((length, rows, hidden))

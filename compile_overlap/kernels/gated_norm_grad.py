@@ -24,6 +24,7 @@ except ImportError:
     triton = None
 
 from .. import compat
+from ..operators import fake_of, operator
 
 _ROW_BLOCK = 1024
 _TILE_ROWS, _TILE_COLUMNS, _TILE_WARPS = 4, 128, 4
@@ -35,18 +36,20 @@ def takes(z: torch.Tensor) -> bool:
     return usable and z.is_cuda and z.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
-# Defined by hand and not by `custom_op`, whose wrapper costs the host more than the launches.
-_LIBRARY = torch.library.Library("compile_overlap", "FRAGMENT")
-_LIBRARY.define(
-    "gated_norm_grad(Tensor grad, Tensor z, Tensor? bias, Tensor gamma_x, Tensor beta_x, Tensor gamma_gate, "
-    "Tensor beta_gate, Tensor mean_x, Tensor rstd_x, Tensor mean_gate, Tensor rstd_gate) "
-    "-> (Tensor dz, Tensor h, Tensor dbias, Tensor dnorms)"
-)
-gated_norm_grad = torch.ops.compile_overlap.gated_norm_grad
-
-
-@torch.library.impl(_LIBRARY, "gated_norm_grad", "CUDA")
-def _launch(grad, z, bias, gamma_x, beta_x, gamma_gate, beta_gate, mean_x, rstd_x, mean_gate, rstd_gate):
+@operator
+def gated_norm_grad(
+    grad: torch.Tensor,
+    z: torch.Tensor,
+    bias: torch.Tensor | None,
+    gamma_x: torch.Tensor,
+    beta_x: torch.Tensor,
+    gamma_gate: torch.Tensor,
+    beta_gate: torch.Tensor,
+    mean_x: torch.Tensor,
+    rstd_x: torch.Tensor,
+    mean_gate: torch.Tensor,
+    rstd_gate: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """From grad [l,n,H], z [l,n,2H], bias [l,2H] and the norms' weights [H] and statistics [l,n,1] in fp32:
 
     dz [l,n,2H] and h [l,n,H] in z's dtype, dbias [l,2H] in fp32, and dgamma_x, dbeta_x, dgamma_gate, dbeta_gate [4,H]
@@ -73,7 +76,7 @@ def _launch(grad, z, bias, gamma_x, beta_x, gamma_gate, beta_gate, mean_x, rstd_
     return dz, h, dbias, partial.sum(0)
 
 
-@torch.library.register_fake("compile_overlap::gated_norm_grad", lib=_LIBRARY)
+@fake_of(gated_norm_grad)
 def _(grad, z, bias, gamma_x, beta_x, gamma_gate, beta_gate, mean_x, rstd_x, mean_gate, rstd_gate):
     length, _, hidden = grad.shape
     single = torch.float32

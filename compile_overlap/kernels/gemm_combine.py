@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import torch
 
+from . import sm_count
+
 try:
     import triton
     import triton.language as tl
@@ -80,7 +82,7 @@ def gemm_combine(
     if right.stride(2) != 1 and right.stride(1) != 1:
         right = right.contiguous()
     transposed = right.stride(2) != 1
-    sms = _sm_count(left.device)
+    sms = sm_count(left.device)
     described = _can_be_described(left, right, transposed)
     tile = tile_for(length, rows, columns, sms, TILES if described else POINTER_TILES)
     operands = _described(left, right, transposed, tile) if described else (left, right)
@@ -129,11 +131,6 @@ def _described(left, right, transposed, tile):
     if transposed:
         return a, TensorDescriptor(right, [length * columns, inner], [pitch, 1], [tile.columns, _K_BLOCK])
     return a, TensorDescriptor(right, [length * inner, columns], [pitch, 1], [_K_BLOCK, tile.columns])
-
-
-@functools.lru_cache(maxsize=None)
-def _sm_count(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def agrees_with_cublas(

@@ -17,6 +17,7 @@ import torch
 from torch.autograd import Function
 
 from ..kernels import exact_gated_norm as kernel
+from ..operators import fake_of, operator
 
 aten = torch.ops.aten
 
@@ -30,8 +31,8 @@ def _biased_halves(z: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Te
     return z.chunk(2, dim=-1)
 
 
-@torch.library.custom_op("compile_overlap::gated_norm", mutates_args=())
-def gated_norm_op(
+@operator
+def gated_norm_forward(
     z: torch.Tensor,
     bias: torch.Tensor | None,
     gamma_x: torch.Tensor,
@@ -49,15 +50,15 @@ def gated_norm_op(
     return call(z, bias, gamma_x, beta_x, gamma_gate, beta_gate, eps_x, eps_gate)
 
 
-@gated_norm_op.register_fake
+@fake_of(gated_norm_forward)
 def _(z, bias, gamma_x, beta_x, gamma_gate, beta_gate, eps_x, eps_gate):
     length, rows, twice_hidden = z.shape
     stats = [z.new_empty((length, rows, 1), dtype=_stat_dtype(z)) for _ in range(4)]
     return (z.new_empty((length, rows, twice_hidden // 2)), *stats)
 
 
-@torch.library.custom_op("compile_overlap::gated_norm_backward", mutates_args=())
-def gated_norm_backward_op(
+@operator
+def gated_norm_backward(
     grad: torch.Tensor,
     z: torch.Tensor,
     bias: torch.Tensor | None,
@@ -97,7 +98,7 @@ def gated_norm_backward_op(
     return (grad_z, grad_z.sum(1) if bias is not None else z.new_empty(0), *grads)
 
 
-@gated_norm_backward_op.register_fake
+@fake_of(gated_norm_backward)
 def _(
     grad, z, bias, gamma_x, beta_x, gamma_gate, beta_gate, mean_x, rstd_x, mean_gate, rstd_gate, eps_x, eps_gate,
     for_input, for_weights,
@@ -129,7 +130,7 @@ class _GatedNorm(Function):
     @staticmethod
     def forward(ctx, z, bias, *rest):
         _collecting, weights, eps, carriers = rest[:4], rest[4:8], rest[8:10], rest[10:]
-        out, *stats = gated_norm_op(z, bias, *weights, *eps)
+        out, *stats = gated_norm_forward(z, bias, *weights, *eps)
         ctx.save_for_backward(z, bias, *weights, *stats)
         ctx.eps = eps
         ctx.whole = len(carriers) > 0
@@ -138,7 +139,7 @@ class _GatedNorm(Function):
     @staticmethod
     def backward(ctx, grad):
         z, bias, *weights_and_stats = ctx.saved_tensors
-        grad_z, grad_bias, *grads = gated_norm_backward_op(
+        grad_z, grad_bias, *grads = gated_norm_backward(
             grad, z, bias, *weights_and_stats, *ctx.eps, True, not ctx.whole
         )
         grad_bias = grad_bias if bias is not None else None
@@ -177,17 +178,17 @@ class Whole(Function):
     def backward(ctx, *handed_back):
         bias, *weights = ctx.saved_tensors
         grad, z, *stats = (torch.cat(handed_back[i :: CARRIERS]) for i in range(CARRIERS))
-        _, _, *grads = gated_norm_backward_op(grad, z, bias, *weights, *stats, *ctx.eps, False, True)
+        _, _, *grads = gated_norm_backward(grad, z, bias, *weights, *stats, *ctx.eps, False, True)
         return None, *grads, *[None] * 9
 
 
-@torch.library.custom_op("compile_overlap::row_sum", mutates_args=())
-def row_sum_op(grad: torch.Tensor) -> torch.Tensor:
+@operator
+def row_sum(grad: torch.Tensor) -> torch.Tensor:
     """Sum over the rows of [l,n,D], as eager's bias gradient: [l,D]."""
     return grad.sum(1)
 
 
-@row_sum_op.register_fake
+@fake_of(row_sum)
 def _(grad):
     return grad.new_empty((grad.shape[0], grad.shape[2]))
 
@@ -199,7 +200,7 @@ class _ExpandRows(Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return row_sum_op(grad.transpose(0, 1)), None
+        return row_sum(grad.transpose(0, 1)), None
 
 
 def expand_rows(bias_ld: torch.Tensor, rows: int) -> torch.Tensor:

@@ -37,7 +37,7 @@ def _draw(seed, *size):
 
 def _stress(rank, calls):
     group = dist.group.WORLD
-    peers.make_room(group, 1 << 20, torch.device("cuda", torch.cuda.current_device()))
+    peers.make_room(group, P, 1 << 20, torch.device("cuda", torch.cuda.current_device()))
     alias = ALIAS.format(group.group_name)
     here = peers.room(alias)
     mismatches = 0

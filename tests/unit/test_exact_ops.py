@@ -17,12 +17,12 @@ def _inputs(dtype, biased):
 @pytest.mark.parametrize("biased", [True, False])
 def test_opcheck(dtype, biased):
     z, bias, norms = _inputs(dtype, biased)
-    torch.library.opcheck(exact.gated_norm_op, (z, bias, *norms, 1e-5, 1e-5))
-    out, *stats = exact.gated_norm_op(z, bias, *norms, 1e-5, 1e-5)
+    torch.library.opcheck(exact.gated_norm_forward, (z, bias, *norms, 1e-5, 1e-5))
+    out, *stats = exact.gated_norm_forward(z, bias, *norms, 1e-5, 1e-5)
     for for_input, for_weights in ((True, True), (True, False), (False, True)):
         arguments = (out, z, bias, *norms, *stats, 1e-5, 1e-5, for_input, for_weights)
-        torch.library.opcheck(exact.gated_norm_backward_op, arguments)
-    torch.library.opcheck(exact.row_sum_op, (z,))
+        torch.library.opcheck(exact.gated_norm_backward, arguments)
+    torch.library.opcheck(exact.row_sum, (z,))
 
 
 def test_fused_backward_says_what_it_returns():
