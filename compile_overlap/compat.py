@@ -7,7 +7,7 @@
 | `WeakDep` that does not extend lifetimes         | no               | `is_fake=True`             |
 | `GraphLowering.save_output_code` when unused     | a no-op          | None (2.13)                |
 | the store of symmetric memory                    | a file           | the group's                |
-| a norm of a sum that backward does not need      | rounds otherwise | rounds alike               |
+| the norm of a sum                                | rounds it if backward needs it | rounds alike |
 
 `comptime_value` is here too: it reads a Dynamo internal that no version makes public.
 """
@@ -26,8 +26,8 @@ CustomGraphPass = custom_graph_pass.CustomGraphPass
 CustomSchedulerPass = getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraphPass)
 
 # In 2.6.0 Inductor rounds a sum to its dtype before a layer norm only where backward needs the sum, as the reference's
-# does. The fused backward needs its two operands instead: with it, the forward would differ from the reference's.
-NORM_ROUNDS_ALIKE = not torch.__version__.startswith("2.6.")
+# does. A layer whose backward needs the two operands instead would differ from the reference in its forward.
+ROUNDS_SAVED_SUMS_ONLY = torch.__version__.startswith("2.6.")
 
 SYMMETRIC_MEMORY_HAS_OWN_STORE = torch.__version__.startswith("2.6.")
 

@@ -23,7 +23,6 @@ try:
 except ImportError:
     triton = None
 
-from .. import compat
 from ..operators import fake_of, operator
 
 _ROW_BLOCK = 1024
@@ -31,9 +30,8 @@ _TILE_ROWS, _TILE_COLUMNS, _TILE_WARPS = 4, 128, 4
 
 
 def takes(z: torch.Tensor) -> bool:
-    """Whether the kernels compute this z [l,n,2H]: Triton, CUDA, a floating type of at most four bytes; not on 2.6.0."""
-    usable = triton is not None and compat.NORM_ROUNDS_ALIKE
-    return usable and z.is_cuda and z.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    """Whether the kernels compute this z [l,n,2H]: Triton, CUDA, a floating type of at most four bytes."""
+    return triton is not None and z.is_cuda and z.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
 @operator

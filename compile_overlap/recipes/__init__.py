@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import Function
 
+from .. import compat
 from ..kernels import gated_norm_grad
 from . import exact
 
@@ -134,9 +135,11 @@ class _GatedProjection(Function):
     @staticmethod
     def forward(ctx, z, shift, gamma_x, beta_x, gamma_gate, beta_gate, wout, bout, eps_x, eps_gate):
         norms = gamma_x, beta_x, gamma_gate, beta_gate
+        ctx.shifted, ctx.added = shift is not None, bout is not None
+        if compat.ROUNDS_SAVED_SUMS_ONLY and ctx.shifted:
+            z, shift = z + shift, None
         h, *stats = _gated_norm(z, shift, norms, (eps_x, eps_gate))
         ctx.save_for_backward(z, shift, *norms, wout, *stats)
-        ctx.added = bout is not None
         return _project(h, wout, bout)
 
     @staticmethod
@@ -147,7 +150,7 @@ class _GatedProjection(Function):
         grad_z, h, grad_bias, grad_norms = gated_norm_grad.gated_norm_grad(
             grad_h, z, bias, *norms, mean_x, rstd_x, mean_gate, rstd_gate
         )
-        grad_shift = None if shift is None else grad_bias.unsqueeze(1).to(z.dtype)
+        grad_shift = grad_bias.unsqueeze(1).to(z.dtype) if ctx.shifted else None
         grad_wout = torch.bmm(h.transpose(1, 2), grad)
         grad_bout = grad.sum(1, keepdim=True) if ctx.added else None
         return grad_z, grad_shift, *grad_norms.to(z.dtype).unbind(), grad_wout, grad_bout, None, None

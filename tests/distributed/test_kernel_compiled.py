@@ -3,6 +3,7 @@
 Driven as the original archive would: an FFN and a block of its own, the plugin named by `A2A_FFN_KERNEL_PLUGIN`.
 """
 
+import fused_backward_on_cpu
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,12 +19,15 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 class _Block:
-    def __init__(self, ranks, dtype, bias, pre, grad, shape=(3, 4, 128, 2)):
+    def __init__(self, ranks, dtype, bias, pre, grad, shape=(3, 4, 128, 2), fused=False):
         self.ranks, self.dtype, self.bias, self.pre, self.grad, self.shape = ranks, dtype, bias, pre, grad, shape
+        self.fused = fused
 
     def __call__(self, rank):
         import passes
 
+        if self.fused:
+            fused_backward_on_cpu.install()
         torch.manual_seed(7 + rank)
         batch, local, dim, k = self.shape
         tokens = local * self.ranks
@@ -50,6 +54,7 @@ class _Block:
 # P=4 and P=8 compile two blocks in each of their processes: minutes on two cores.
 SPREAD = [
     pytest.param(_Block(2, BF16, "add", True, True), id="P2-bf16-add-pre-grad"),
+    pytest.param(_Block(2, BF16, "add", True, True, fused=True), id="P2-bf16-add-pre-fused"),
     pytest.param(_Block(2, BF16, "baddbmm", False, False), id="P2-bf16-baddbmm-post"),
     pytest.param(_Block(4, BF16, "add", True, True), id="P4-bf16-add-pre-grad", marks=pytest.mark.slow),
     pytest.param(_Block(4, FP32, "baddbmm", False, True, (2, 5, 140, 3)), id="P4-fp32", marks=pytest.mark.slow),
