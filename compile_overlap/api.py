@@ -107,7 +107,7 @@ def _static(
         "recipe": candidate[0],
         "bias": candidate[1],
         "eps": eps_of(ffn),
-        "whole_norm_gradients": plan.whole_norm_gradients(ffn.w1.device.type, settings),
+        "exact_gradients": plan.exact_gradients(ffn.w1.device.type, settings),
         "comm_scale": getattr(ffn, "comm_scale", 1),
     }
 
@@ -183,7 +183,7 @@ def _inlined(ffn: Any, inputs: torch.Tensor, layout: Layout, reason: str | None,
         recipe=INDUCTOR,
         bias=bias,
         eps=eps_of(ffn),
-        whole_norm_gradients=False,
+        exact_gradients=False,
         comm_scale=getattr(ffn, "comm_scale", 1),
     )
 

@@ -40,8 +40,8 @@ def signature(ffn: torch.nn.Module, inputs: torch.Tensor, comp_only: bool) -> tu
         torch.is_autocast_enabled(inputs.device.type),
         variables(),
         *(
-            None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
-            for tensor in (inputs, *parameters_of(ffn))
+            None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
+            for t in (inputs, *parameters_of(ffn))
         ),
     )
 

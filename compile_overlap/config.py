@@ -5,7 +5,7 @@
 | `A2A_FFN_CHUNKS`   | a count, or sizes such as `2,14,16`    | chunks along L (default: four; one at P=1)             |
 | `A2A_FFN_RECIPE`   | `eager_exact`, `inductor`              | numeric recipe (default: the one that equals `none`)   |
 | `A2A_FFN_BIAS`     | `add`, `baddbmm`                       | bias form (default: the one that equals `none`)        |
-| `A2A_FFN_NORM_GRADIENTS` | `whole`, `chunks`             | one exact reduction, or fp32 sums of the chunks'       |
+| `A2A_FFN_GRADIENTS` | `exact`, `fast`                       | every gradient eager's bit for bit (default on CPU), or fused |
 | `A2A_FFN_IN_FLIGHT` | a count                               | chunks dispatched beyond the one computed (default: 2) |
 | `A2A_FFN_RESERVED_SMS` | a count                            | SMs that GEMMs leave to the exchanges (default: by the link) |
 | `A2A_FFN_TRANSPORT` | `collectives`, `peers`               | NCCL, or the peers' memory where the group can (default: collectives) |
@@ -27,7 +27,7 @@ from .recipes import BIAS_FORMS, RECIPES
 
 PEERS = "peers"
 VARIABLES = (
-    "A2A_FFN_CHUNKS", "A2A_FFN_RECIPE", "A2A_FFN_BIAS", "A2A_FFN_NORM_GRADIENTS", "A2A_FFN_IN_FLIGHT",
+    "A2A_FFN_CHUNKS", "A2A_FFN_RECIPE", "A2A_FFN_BIAS", "A2A_FFN_GRADIENTS", "A2A_FFN_IN_FLIGHT",
     "A2A_FFN_RESERVED_SMS", "A2A_FFN_TRANSPORT", "A2A_FFN_COSTS", "A2A_FFN_DISABLE_PASSES", "A2A_FFN_STRICT",
 )  # fmt: skip
 
@@ -45,7 +45,7 @@ class Settings:
     sizes: tuple[int, ...] = ()
     recipe: str | None = None
     bias: str | None = None
-    norm_gradients: str | None = None
+    gradients: str | None = None
     in_flight: int | None = None
     reserved_sms: int | None = None
     transport: str | None = None
@@ -62,7 +62,7 @@ class Settings:
             sizes=sizes,
             recipe=_one_of("A2A_FFN_RECIPE", RECIPES),
             bias=_one_of("A2A_FFN_BIAS", BIAS_FORMS),
-            norm_gradients=_one_of("A2A_FFN_NORM_GRADIENTS", ("whole", "chunks")),
+            gradients=_one_of("A2A_FFN_GRADIENTS", ("exact", "fast")),
             in_flight=_count("A2A_FFN_IN_FLIGHT", 1),
             reserved_sms=_count("A2A_FFN_RESERVED_SMS", 0),
             transport=_one_of("A2A_FFN_TRANSPORT", ("collectives", PEERS)),

@@ -37,13 +37,14 @@ def overlapped_ffn(
     recipe: str,
     bias: str,
     eps: tuple[float, float],
-    whole_norm_gradients: bool,
+    exact_gradients: bool,
     comm_scale: int = 1,
 ) -> torch.Tensor:
     """The expert-parallel FFN of this rank's batch: [B,T,D] -> [B,T,D].
 
     `sizes` are the chunks' token counts (their sum is L). `group` is the name the functional collectives resolve; None
-    replaces each exchange by the local layout change (comp-only, and P = 1). `recipe`, `bias` and `whole_norm_gradients`: see `recipes`.
+    replaces each exchange by the local layout change (comp-only, and P = 1). `recipe`, `bias` and
+    `exact_gradients`: see `recipes`.
     `comm_scale` pads the payload of each exchange to that many times its size.
     """
     B, T, D = x_btd.shape
@@ -63,7 +64,7 @@ def overlapped_ffn(
         recipe=recipe,
         bias=bias,
         eps=eps,
-        whole_norm_gradients=whole_norm_gradients,
+        exact_gradients=exact_gradients,
     )
     combining = []
     for in_flight, local_ffn in zip(dispatched, chunks):

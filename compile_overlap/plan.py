@@ -128,13 +128,13 @@ def predicted_seconds(plan: Plan, compute_s: float, exchange_s: float, training:
     return total
 
 
-def whole_norm_gradients(device: str, settings: Settings) -> bool:
-    """Whether the norm weights' gradients are taken by one reduction over all chunks: on CPU, or where it is asked for.
+def exact_gradients(device: str, settings: Settings) -> bool:
+    """Whether `eager_exact` takes every gradient as eager does: on CPU, or where it is asked for.
 
-    ATen's CPU kernel accumulates them in the tensors' dtype: in bf16 a sum in another order differs by several percent
-    from a thousand rows on, the CUDA kernel accumulates in fp32. The one reduction costs a second pass over Z.
+    ATen's CPU kernel accumulates the norm weights' gradients in the tensors' dtype: in bf16 a sum in another order
+    differs by several percent from a thousand rows on. The CUDA kernels accumulate in fp32.
     """
-    return device == "cpu" if settings.norm_gradients is None else settings.norm_gradients == "whole"
+    return device == "cpu" if settings.gradients is None else settings.gradients == "exact"
 
 
 def unsupported(ffn: Any, inputs: torch.Tensor) -> str | None:

@@ -102,7 +102,7 @@ def difference_from_reference(ffn: Any, form: str) -> str | None:
     generator = torch.Generator(ffn.w1.device).manual_seed(0)
     shape = (1, L * ffn.ep_group_size, D)
     row = torch.randn(shape, generator=generator, device=ffn.w1.device).to(ffn.w1.dtype)
-    static = {"sizes": (L,), "P": ffn.ep_group_size, "group": None, "whole_norm_gradients": False}
+    static = {"sizes": (L,), "P": ffn.ep_group_size, "group": None, "exact_gradients": False}
     with torch.no_grad():
         got = overlapped_ffn(row, *parameters_of(ffn), recipe=INDUCTOR, bias=form, eps=eps_of(ffn), **static)
     expected = _comp_only(ffn, row).float()

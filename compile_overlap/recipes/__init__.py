@@ -37,13 +37,12 @@ def local_ffns(
     recipe: str,
     bias: str,
     eps: tuple[float, float],
-    whole_norm_gradients: bool,
+    exact_gradients: bool,
 ):
     """One function [l,n,D] -> [l,n,D] for each chunk of l = `sizes[c]` tokens; n = `rows` is P*B.
 
-    `norms` are gamma_x, beta_x, gamma_gate, beta_gate [H] in the weights' dtype. `whole_norm_gradients` takes their
-    gradients by one reduction over all chunks (`exact.Whole`) instead of summing the chunks' in fp32; the `inductor`
-    recipe has no use for it, its reductions are in fp32.
+    `norms` are gamma_x, beta_x, gamma_gate, beta_gate [H] in the weights' dtype. `exact_gradients` makes every gradient
+    of `eager_exact` eager's (see `exact`); the `inductor` recipe, whose sums are in fp32, has no use for it.
     """
     weights = zip(w1.split(sizes), wout.split(sizes))
     if recipe == INDUCTOR:
@@ -55,9 +54,9 @@ def local_ffns(
     added = bias == ADD
     biases = zip(b1.split(sizes) if added else _expanded(b1, rows, sizes), expanded_bout)
     carriers = ()
-    if whole_norm_gradients:
+    if exact_gradients:
         carriers = exact.Whole.apply(b1 if added else None, *norms.collecting, *norms.weights, w1, sizes, rows, *eps)
-    per_chunk = exact.CARRIERS if whole_norm_gradients else 0
+    per_chunk = exact.CARRIERS if exact_gradients else 0
     return [
         _exact(*w, *b, norms, bias, eps, carriers[c * per_chunk : (c + 1) * per_chunk])
         for c, (w, b) in enumerate(zip(weights, biases))
@@ -87,10 +86,8 @@ def _expanded(b1, rows, sizes):
 def _exact(w1, wout, b1, bout, norms, bias, eps, carriers):
     def run(x_lnd):
         if bias == ADD:
-            h_lnh = exact.gated_norm(torch.bmm(x_lnd, w1), b1, norms, eps, carriers)
-            return torch.bmm(h_lnh, wout) + bout
-        h_lnh = exact.gated_norm(torch.baddbmm(b1, x_lnd, w1), None, norms, eps, carriers)
-        return torch.baddbmm(bout, h_lnh, wout)
+            return exact.gated_projection(torch.bmm(x_lnd, w1), b1, norms, wout, None, eps, carriers) + bout
+        return exact.gated_projection(torch.baddbmm(b1, x_lnd, w1), None, norms, wout, bout, eps, carriers)
 
     return run
 

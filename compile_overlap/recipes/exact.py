@@ -1,12 +1,18 @@
-"""`eager_exact`: operators that round exactly where eager PyTorch rounds, forward and backward.
+"""`eager_exact`: operators that round exactly where eager PyTorch rounds.
 
-They are opaque to Inductor, which would otherwise fuse the roundings away. The forward of `gated_norm` is ATen's own
-sequence, or on CUDA the Triton kernel that reproduces it bit for bit in one pass; only the row statistics are saved, so
-backward recomputes the rest. Backward is ATen's own sequence: input, weight and bias gradients equal eager autograd's.
+They are opaque to Inductor, which would otherwise fuse the roundings away. The forward is ATen's own sequence, or on
+CUDA the Triton kernel that reproduces it bit for bit in one pass. Saved for backward are z and the row statistics, not
+the product h, which backward computes again.
 
-The norm weights are shared by all chunks. Their gradients are summed over the chunks in fp32, or (`Whole`) taken by one
-ATen reduction over all chunks, which is eager's own sum bit for bit. On CPU it has to be that one: ATen accumulates
-there in the tensors' dtype, and in bf16 another order moves the result by several percent.
+Backward comes in two kinds:
+
+- exact: ATen's own sequence, so that every gradient equals eager autograd's. The norm weights are shared by all chunks:
+  their gradients are taken by one ATen reduction over all of them (`Whole`), which is eager's own sum bit for bit.
+- fast: the fused kernels of `gated_norm_grad` where they run, else ATen's sequence; the norm weights' gradients are
+  summed over the chunks in fp32.
+
+On CPU the default is exact: ATen accumulates there in the tensors' dtype, and in bf16 another order moves the norm
+weights' gradients by several percent.
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ import torch
 from torch.autograd import Function
 
 from ..kernels import exact_gated_norm as kernel
+from ..kernels import gated_norm_grad
 from ..operators import fake_of, operator
 
 aten = torch.ops.aten
@@ -57,6 +64,19 @@ def _(z, bias, gamma_x, beta_x, gamma_gate, beta_gate, eps_x, eps_gate):
     return (z.new_empty((length, rows, twice_hidden // 2)), *stats)
 
 
+def _by_aten(grad, z, bias, weights, stats, eps, for_input, for_weights):
+    """(gradients of u, gamma_x, beta_x, of g, gamma_gate, beta_gate, and h), by eager autograd's own ATen calls."""
+    u, g = _biased_halves(z, bias)
+    hidden, mask = [u.shape[-1]], [for_input, for_weights, for_weights]
+    normed = aten.native_layer_norm(u, hidden, *weights[:2], eps[0])[0]
+    gate = aten.native_layer_norm(g, hidden, *weights[2:], eps[1])[0]
+    silu = aten.silu(gate)
+    grad_gate = aten.silu_backward(grad * normed, gate)
+    grads_x = aten.native_layer_norm_backward(grad * silu, u, hidden, *stats[:2], *weights[:2], mask)
+    grads_gate = aten.native_layer_norm_backward(grad_gate, g, hidden, *stats[2:], *weights[2:], mask)
+    return *grads_x, *grads_gate, normed * silu
+
+
 @operator
 def gated_norm_backward(
     grad: torch.Tensor,
@@ -72,41 +92,62 @@ def gated_norm_backward(
     rstd_gate: torch.Tensor,
     eps_x: float,
     eps_gate: float,
-    for_input: bool,
     for_weights: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of z [l,n,2H], bias [l,2H] and the four norm weights [H] (fp32), by eager autograd's own ATen calls.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """From grad [l,n,H]: gradients of z [l,n,2H] and bias [l,2H], and h [l,n,H] again, all in z's dtype.
 
-    What `for_input` (z and bias) and `for_weights` (norm weights) do not ask for comes back empty.
+    Last the gradients of gamma_x, beta_x, gamma_gate, beta_gate [4,H], in fp32; empty unless `for_weights`. Without a
+    bias its gradient is empty.
     """
-    u, g = _biased_halves(z, bias)
-    hidden, mask = [u.shape[-1]], [for_input, for_weights, for_weights]
-    weights_x, weights_gate = (gamma_x, beta_x), (gamma_gate, beta_gate)
-    normed = aten.native_layer_norm(u, hidden, *weights_x, eps_x)[0]
-    gate = aten.native_layer_norm(g, hidden, *weights_gate, eps_gate)[0]
-    grad_normed = grad * aten.silu(gate)
-    grad_gate = aten.silu_backward(grad * normed, gate)
-    grad_u, *grads_x = aten.native_layer_norm_backward(grad_normed, u, hidden, mean_x, rstd_x, *weights_x, mask)
-    grad_g, *grads_gate = aten.native_layer_norm_backward(
-        grad_gate, g, hidden, mean_gate, rstd_gate, *weights_gate, mask
-    )
-    empty = [z.new_empty(0, dtype=torch.float32) for _ in range(4)]
-    grads = [t.float() for t in (*grads_x, *grads_gate)] if for_weights else empty
-    if not for_input:
-        return (z.new_empty(0), z.new_empty(0), *grads)
+    weights, stats = (gamma_x, beta_x, gamma_gate, beta_gate), (mean_x, rstd_x, mean_gate, rstd_gate)
+    eps = eps_x, eps_gate
+    grad_u, *grads_x, grad_g, gamma, beta, h = _by_aten(grad, z, bias, weights, stats, eps, True, for_weights)
     grad_z = torch.cat((grad_u, grad_g), dim=-1)
-    return (grad_z, grad_z.sum(1) if bias is not None else z.new_empty(0), *grads)
+    grad_bias = z.new_empty(0) if bias is None else grad_z.sum(1)
+    grad_norms = _stacked(*grads_x, gamma, beta) if for_weights else z.new_empty(0, dtype=torch.float32)
+    return grad_z, h, grad_bias, grad_norms
 
 
 @fake_of(gated_norm_backward)
 def _(
     grad, z, bias, gamma_x, beta_x, gamma_gate, beta_gate, mean_x, rstd_x, mean_gate, rstd_gate, eps_x, eps_gate,
-    for_input, for_weights,
-):
-    shape = gamma_x.shape if for_weights else (0,)
-    weights = [gamma_x.new_empty(shape, dtype=torch.float32) for _ in range(4)]
-    grad_bias = z.new_empty(0 if bias is None or not for_input else bias.shape)
-    return (z.new_empty(z.shape if for_input else 0), grad_bias, *weights)
+    for_weights,
+):  # fmt: skip
+    grad_norms = z.new_empty((4, *gamma_x.shape) if for_weights else 0, dtype=torch.float32)
+    return z.new_empty(z.shape), z.new_empty(grad.shape), z.new_empty(0 if bias is None else bias.shape), grad_norms
+
+
+@operator
+def norm_gradients(
+    grad: torch.Tensor,
+    z: torch.Tensor,
+    bias: torch.Tensor | None,
+    gamma_x: torch.Tensor,
+    beta_x: torch.Tensor,
+    gamma_gate: torch.Tensor,
+    beta_gate: torch.Tensor,
+    mean_x: torch.Tensor,
+    rstd_x: torch.Tensor,
+    mean_gate: torch.Tensor,
+    rstd_gate: torch.Tensor,
+    eps_x: float,
+    eps_gate: float,
+) -> torch.Tensor:
+    """Only the gradients of gamma_x, beta_x, gamma_gate, beta_gate [4,H], in fp32, of what `gated_norm_backward` takes."""
+    weights, stats = (gamma_x, beta_x, gamma_gate, beta_gate), (mean_x, rstd_x, mean_gate, rstd_gate)
+    _, *grads_x, _, gamma, beta, _ = _by_aten(grad, z, bias, weights, stats, (eps_x, eps_gate), False, True)
+    return _stacked(*grads_x, gamma, beta)
+
+
+@fake_of(norm_gradients)
+def _(
+    grad, z, bias, gamma_x, beta_x, gamma_gate, beta_gate, mean_x, rstd_x, mean_gate, rstd_gate, eps_x, eps_gate
+):  # fmt: skip
+    return z.new_empty((4, *gamma_x.shape), dtype=torch.float32)
+
+
+def _stacked(*grads: torch.Tensor) -> torch.Tensor:
+    return torch.stack([grad.float() for grad in grads])
 
 
 class Norms(NamedTuple):
@@ -124,29 +165,31 @@ class Norms(NamedTuple):
         return cls(tuple(weight.detach() for weight in weights), tuple(weight.float() for weight in weights))
 
 
-class _GatedNorm(Function):
-    """The operator with its gradient; `carriers` (see `Whole`) take the place of the norm weights' gradients."""
+class _GatedProjection(Function):
+    """Gated norm and second GEMM; `carriers` (see `Whole`) take the place of the norm weights' gradients."""
 
     @staticmethod
-    def forward(ctx, z, bias, *rest):
+    def forward(ctx, z, bias, wout, added, *rest):
         _collecting, weights, eps, carriers = rest[:4], rest[4:8], rest[8:10], rest[10:]
-        out, *stats = gated_norm_forward(z, bias, *weights, *eps)
-        ctx.save_for_backward(z, bias, *weights, *stats)
-        ctx.eps = eps
-        ctx.whole = len(carriers) > 0
-        return out
+        h, *stats = gated_norm_forward(z, bias, *weights, *eps)
+        ctx.save_for_backward(z, bias, wout, *weights, *stats)
+        ctx.eps, ctx.exact, ctx.added = eps, len(carriers) > 0, added is not None
+        return torch.bmm(h, wout) if added is None else torch.baddbmm(added, h, wout)
 
     @staticmethod
     def backward(ctx, grad):
-        z, bias, *weights_and_stats = ctx.saved_tensors
-        grad_z, grad_bias, *grads = gated_norm_backward(
-            grad, z, bias, *weights_and_stats, *ctx.eps, True, not ctx.whole
-        )
-        grad_bias = grad_bias if bias is not None else None
+        z, bias, wout, *weights_and_stats = ctx.saved_tensors
+        operands = torch.bmm(grad, wout.transpose(1, 2)), z, bias, *weights_and_stats
+        if gated_norm_grad.takes(z) and not ctx.exact:
+            grad_z, h, grad_bias, grad_norms = gated_norm_grad.gated_norm_grad(*operands)
+        else:
+            grad_z, h, grad_bias, grad_norms = gated_norm_backward(*operands, *ctx.eps, not ctx.exact)
+        grad_bias = None if bias is None else grad_bias.to(z.dtype)
+        grad_wout = torch.bmm(h.transpose(1, 2), grad)
         unread = (None,) * 6
-        if ctx.whole:
-            return grad_z, grad_bias, None, None, None, None, *unread, grad, z, *weights_and_stats[4:]
-        return grad_z, grad_bias, *grads, *unread
+        norms = (None,) * 4 if ctx.exact else grad_norms.unbind()
+        handed_back = (*operands[:2], *weights_and_stats[4:]) if ctx.exact else ()
+        return grad_z, grad_bias, grad_wout, grad if ctx.added else None, *norms, *unread, *handed_back
 
 
 CARRIERS = 6
@@ -155,9 +198,9 @@ CARRIERS = 6
 class Whole(Function):
     """Takes the norm weights' gradients once, over all chunks.
 
-    The forward returns six carriers a chunk, of no content and no memory (expanded zeros), that `gated_norm` takes. In
-    backward each chunk hands its output gradient, its z and its statistics back as the carriers' gradients, and the
-    sum over rows is taken here, by the reduction over all of them that eager would run.
+    The forward returns six carriers a chunk, of no content and no memory (expanded zeros), that `gated_projection`
+    takes. In backward each chunk hands its output gradient, its z and its statistics back as the carriers' gradients,
+    and the sum over rows is taken here, by the reduction over all of them that eager would run.
     """
 
     @staticmethod
@@ -178,8 +221,7 @@ class Whole(Function):
     def backward(ctx, *handed_back):
         bias, *weights = ctx.saved_tensors
         grad, z, *stats = (torch.cat(handed_back[i :: CARRIERS]) for i in range(CARRIERS))
-        _, _, *grads = gated_norm_backward(grad, z, bias, *weights, *stats, *ctx.eps, False, True)
-        return None, *grads, *[None] * 9
+        return None, *norm_gradients(grad, z, bias, *weights, *stats, *ctx.eps).unbind(), *[None] * 9
 
 
 @operator
@@ -212,12 +254,18 @@ def expand_rows(bias_ld: torch.Tensor, rows: int) -> torch.Tensor:
     return _ExpandRows.apply(bias_ld, rows)
 
 
-def gated_norm(
+def gated_projection(
     z_lnf: torch.Tensor,
     bias: torch.Tensor | None,
     norms: Norms,
+    wout: torch.Tensor,
+    added: torch.Tensor | None,
     eps: tuple[float, float],
     carriers: tuple[torch.Tensor, ...] = (),
 ) -> torch.Tensor:
-    """LN_x(U) * silu(LN_gate(G)) of (U,G) = z + bias, rounded as eager rounds: [l,n,2H] -> [l,n,H]."""
-    return _GatedNorm.apply(z_lnf, bias, *norms.collecting, *norms.weights, *eps, *carriers)
+    """h @ wout (+ added), for h = LN_x(U) * silu(LN_gate(G)) of (U,G) = z + bias, rounded as eager rounds.
+
+    z [l,n,2H], bias [l,2H], wout [l,H,D], added [l,n,D], inside the product as `baddbmm` adds it: [l,n,D]. With
+    `carriers` the backward is exact.
+    """
+    return _GatedProjection.apply(z_lnf, bias, wout, added, *norms.collecting, *norms.weights, *eps, *carriers)

@@ -3,9 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from archive_double import ArchiveFFN
+from gradients import GATES, outputs_and_gradients, unequal, worst_relative
 
 from compile_overlap.kernels import exact_gated_norm as kernel
-from compile_overlap.recipes import exact
+from compile_overlap.layer import overlapped_ffn
+from compile_overlap.layout import parameters_of
+from compile_overlap.recipes import ADD, BADDBMM, EAGER_EXACT, exact
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -36,7 +40,7 @@ def _eager(z, bias, norms):
 def test_equals_eager(shape, dtype, biased, scale):
     z, bias, norms = _inputs(shape, dtype, scale)
     bias = bias if biased else None
-    out = exact.gated_norm(z, bias, exact.Norms.of(norms), (1e-5, 1e-5))
+    out = exact.gated_norm_forward(z, bias, *norms, 1e-5, 1e-5)[0]
     assert torch.equal(out, _eager(z, bias, norms))
 
 
@@ -52,11 +56,20 @@ def test_statistics_equal_aten():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_gradients_equal_eager(dtype):
-    z, bias, norms = _inputs((3, 40, 768), dtype, 1.0)
-    grads = []
-    for run in (lambda z, b, n: exact.gated_norm(z, b, exact.Norms.of(n), (1e-5, 1e-5)), _eager):
-        leaves = [t.clone().requires_grad_() for t in (z, bias, *norms)]
-        out = run(leaves[0], leaves[1], leaves[2:])
-        grads.append(torch.autograd.grad(out, leaves, torch.ones_like(out) * z[..., :768]))
-    assert all(torch.equal(got, want) for got, want in zip(*grads))
+@pytest.mark.parametrize("bias", [ADD, BADDBMM])
+@pytest.mark.parametrize("exact_gradients", [True, False])
+def test_gradients_of_the_chunked_layer(dtype, bias, exact_gradients):
+    torch.manual_seed(2)
+    ffn = ArchiveFFN(6, 128, 3, bias=bias).to("cuda", dtype)
+    x, upstream = torch.randn(2, 40, 6, 128, device="cuda").to(dtype)
+    static = {"sizes": (2, 4), "P": 1, "group": None, "eps": (1e-5, 1e-5), "recipe": EAGER_EXACT, "bias": bias}
+
+    def chunked(inputs):
+        return overlapped_ffn(inputs, *parameters_of(ffn), **static, exact_gradients=exact_gradients)
+
+    expected, wanted = outputs_and_gradients(ffn, ffn, x, upstream)
+    got, grads = outputs_and_gradients(chunked, ffn, x, upstream)
+    assert torch.equal(got, expected)
+    if exact_gradients:
+        assert unequal(wanted, grads) == []
+    assert worst_relative(wanted, grads) <= GATES[dtype]

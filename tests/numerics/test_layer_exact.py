@@ -31,7 +31,7 @@ def cases(draw):
     return {**case, "sizes": plan.chunk_sizes(draw(st.integers(1, 12)), 1, chunks, quantum)}
 
 
-def _run(case, whole=True):
+def _run(case, exact=True):
     tokens = sum(case["sizes"])
     torch.manual_seed(case["seed"])
     ffn = ArchiveFFN(tokens, case["dim"], case["k"], bias=case["bias"]).to(case["dtype"])
@@ -40,7 +40,7 @@ def _run(case, whole=True):
     def chunked(inputs):
         static = {"sizes": case["sizes"], "P": 1, "group": None, "eps": (1e-5, 1e-5)}
         return overlapped_ffn(
-            inputs, *parameters_of(ffn), recipe=EAGER_EXACT, bias=case["bias"], whole_norm_gradients=whole, **static
+            inputs, *parameters_of(ffn), recipe=EAGER_EXACT, bias=case["bias"], exact_gradients=exact, **static
         )
 
     upstream = torch.randn_like(x)
@@ -58,7 +58,7 @@ def test_output_and_every_gradient_equal_the_reference(case):
 def test_norm_gradients_summed_over_chunks_do_not_lose_precision_with_the_number_of_chunks():
     case = {"batch": 64, "dim": 128, "k": 2, "dtype": torch.float32, "bias": ADD, "seed": 0}
     for chunks in (1, 2, 8):
-        (_, expected), (_, grads) = _run({**case, "sizes": (16 // chunks,) * chunks}, whole=False)
+        (_, expected), (_, grads) = _run({**case, "sizes": (16 // chunks,) * chunks}, exact=False)
         for name in ("norm_x.weight", "norm_gate.bias"):
             assert torch.allclose(grads[name], expected[name], rtol=1e-4, atol=1e-4)
 
