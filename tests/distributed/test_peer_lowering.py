@@ -14,14 +14,18 @@ from gradients import outputs_and_gradients, unequal
 from ranks import run_on_ranks
 
 
-def _against_collectives(rank, ranks, recipe, bias, chunks, block):
+def _against_collectives(rank, ranks, recipe, bias, chunks, block, fused):
     import compile_overlap
+    import fused_backward_on_cpu
     import passes
     import peers_by_gloo
 
     os.environ.update(A2A_FFN_STRICT="1", A2A_FFN_KERNEL_PLUGIN="compile_overlap", A2A_FFN_CHUNKS=chunks)
     if not block:
         os.environ["A2A_FFN_RECIPE"] = recipe
+    if fused:
+        os.environ["A2A_FFN_GRADIENTS"] = "fast"
+        fused_backward_on_cpu.install()
     torch.manual_seed(5 + rank)
     ffn = ArchiveFFN(8 * ranks, 16 * ranks, 2, group=dist.group.WORLD, size=ranks, index=rank, bias=bias)
     model = ArchiveBlock(ffn, 8 * ranks, 16 * ranks, pre=True) if block else ffn
@@ -50,18 +54,19 @@ def _against_collectives(rank, ranks, recipe, bias, chunks, block):
 
 
 CASES = [
-    (2, "eager_exact", "add", "2,3,3", False),
-    (2, "eager_exact", "baddbmm", "1", False),
-    (2, "inductor", "add", "4", True),
-    pytest.param(4, "inductor", "baddbmm", "2", True, marks=pytest.mark.slow),
-    pytest.param(2, "inductor", "add", "2,6", "twice", marks=pytest.mark.slow),
+    (2, "eager_exact", "add", "2,3,3", False, False),
+    (2, "eager_exact", "add", "2,6", False, True),
+    (2, "eager_exact", "baddbmm", "1", False, False),
+    (2, "inductor", "add", "4", True, True),
+    pytest.param(4, "inductor", "baddbmm", "2", True, False, marks=pytest.mark.slow),
+    pytest.param(2, "inductor", "add", "2,6", "twice", False, marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize("ranks, recipe, bias, chunks, block", CASES)
-def test_lowered_layers_compute_the_same(ranks, recipe, bias, chunks, block, tmp_path):
+@pytest.mark.parametrize("ranks, recipe, bias, chunks, block, fused", CASES)
+def test_lowered_layers_compute_the_same(ranks, recipe, bias, chunks, block, fused, tmp_path):
     job = functools.partial(
-        _against_collectives, ranks=ranks, recipe=recipe, bias=bias, chunks=chunks, block=block
+        _against_collectives, ranks=ranks, recipe=recipe, bias=bias, chunks=chunks, block=block, fused=fused
     )
     count = int(chunks) if "," not in chunks else len(chunks.split(","))
     for equal, inferred, differing, lowered in run_on_ranks(job, ranks, tmp_path):
