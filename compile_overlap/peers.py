@@ -1,12 +1,16 @@
-"""Exchanges between GPUs that see each other's memory: no collective, no SMs for the dispatch, no pack, no unpack.
+"""Exchanges between GPUs that see each other's memory: no collective, no pack, no unpack, few launches.
 
-Every rank of a group keeps two symmetric buffers (`Room`): an inbox, into which its peers' copy engines put the rows
-that they dispatch, and its results, into which their GEMMs store the rows that they combine (`kernels.gemm_combine`).
+Every rank of a group keeps two symmetric buffers (`Room`): an inbox, into which its peers put the rows that they
+dispatch, and its results, into which their GEMMs store the rows that they combine (`kernels.gemm_combine`).
 
-    peer_put      my tokens of a chunk, straight from [B,T,D] into each inbox [P*B,l,D], and a signal to its owner
-    peer_take     waits for the signals of all peers; the rows that have arrived
+    peer_put      my tokens of a chunk, straight from [B,T,D] into each inbox [P*B,l,D]
+    peer_take     waits for the rows of all peers, and returns them
     peer_gemm     the second GEMM, stored into everybody's results
     peer_finish   waits until everybody has stored; a private copy of my results
+
+The first chunk, which nothing hides, is stored by a kernel (`kernels.store_rows`) on the stream of the computation, and
+all ranks wait for each other. The later ones are put by copy engines beside the computation, which keeps its SMs, with a
+signal to each owner.
 
 When a buffer may be written again, for calls of a layer one after the other on all ranks:
 
@@ -39,9 +43,9 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from . import compat
 from . import group as groups
 from .kernels import gemm_combine, loaded_library
+from .kernels.store_rows import store_rows
 from .operators import fake_of, operator
 
-BARRIER_CHANNEL = 0
 _DEVICE_TO_DEVICE = 3  # cudaMemcpyDeviceToDevice
 _SMALLEST = 1 << 20
 RENDEZVOUS_S = 60
@@ -56,7 +60,9 @@ class Room:
         self.nbytes, device = self.inbox.numel(), self.inbox.device
         self.rank, self.size = self.inbox_handle.rank, self.inbox_handle.world_size
         self.inboxes = list(self.inbox_handle.buffer_ptrs)
-        self.addresses = torch.tensor(list(self.results_handle.buffer_ptrs), dtype=torch.int64, device=device)
+        self.inbox_addresses, self.result_addresses = (
+            torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=device) for handle in handles
+        )
         self.sending = torch.cuda.Stream(device)
         self.sent: dict[int, torch.cuda.Event] = {}
         self.free = torch.cuda.Event()
@@ -162,23 +168,27 @@ def _copy_rows(to: int, source: int, width: int, pitch: int, rows: int, stream: 
 def peer_put(source: torch.Tensor, chunk: int, first: int, length: int, P: int, alias: str) -> torch.Tensor:
     """Put tokens `first`..`first`+`length` of each rank's share of `source` [B,P,L,D] into that rank's inbox.
 
-    The result holds nothing; `peer_take` of the same chunk needs it and `source`, which keeps both alive until then.
+    Chunks are put in their order, beginning with 0. The result holds nothing; `peer_take` of the same chunk needs it and
+    `source`, which keeps both alive until then.
     """
     here = room(alias)
+    current = torch.cuda.current_stream(source.device)
+    if chunk == 0:
+        if not torch.cuda.is_current_stream_capturing():
+            current.wait_event(here.free)
+        store_rows(source, here.inbox_addresses, first, length, here.rank)
+        return source.new_empty(0)
     batch, _, tokens, width = source.shape
     size = source.element_size()
     piece, pitch = length * width * size, P * tokens * width * size
-    current = torch.cuda.current_stream(source.device)
     here.sending.wait_stream(current)
-    if not torch.cuda.is_current_stream_capturing():
-        here.sending.wait_event(here.free)
     with torch.cuda.stream(here.sending):
         for peer in (*here.peers(), here.rank):
             to = here.inboxes[peer] + (P * first * width * size + here.rank * piece) * batch
             begin = source.data_ptr() + (peer * tokens + first) * width * size
             _copy_rows(to, begin, piece, pitch, batch, here.sending)
             if peer != here.rank:
-                here.inbox_handle.put_signal(peer, channel=BARRIER_CHANNEL + 1 + chunk)
+                here.inbox_handle.put_signal(peer, channel=chunk)
     here.sent.setdefault(chunk, torch.cuda.Event()).record(here.sending)
     return source.new_empty(0)
 
@@ -198,9 +208,12 @@ def peer_take(
     """
     here = room(alias)
     batch, _, _, width = source.shape
-    torch.cuda.current_stream(source.device).wait_event(here.sent[chunk])
-    for peer in here.peers():
-        here.inbox_handle.wait_signal(peer, channel=BARRIER_CHANNEL + 1 + chunk)
+    if chunk == 0:
+        here.inbox_handle.barrier(channel=0)
+    else:
+        torch.cuda.current_stream(source.device).wait_event(here.sent[chunk])
+        for peer in here.peers():
+            here.inbox_handle.wait_signal(peer, channel=chunk)
     rows = P * batch
     begin, count = rows * first * width, rows * length * width
     arrived = here.inbox.view(source.dtype)[begin : begin + count].view(rows, length, width)
@@ -230,7 +243,7 @@ def peer_gemm(
     here = room(alias)
     batch = left.shape[1] // P
     gemm_combine.gemm_combine(
-        left, right, bias, here.addresses, batch, P * tokens, here.rank * tokens + first, bias_form
+        left, right, bias, here.result_addresses, batch, P * tokens, here.rank * tokens + first, bias_form
     )
     return left.new_empty(0)
 
@@ -244,7 +257,7 @@ def _(left, right, bias, bias_form, first, tokens, P, alias):
 def peer_finish(stored: Sequence[torch.Tensor], batch: int, tokens: int, width: int, P: int, alias: str) -> torch.Tensor:
     """Wait until all ranks have stored all their chunks; my results [B,P,L,D], a private copy."""
     here = room(alias)
-    here.results_handle.barrier(channel=BARRIER_CHANNEL)
+    here.results_handle.barrier(channel=0)
     count = batch * P * tokens * width
     results = here.results.view(stored[0].dtype)[:count].view(batch, P, tokens, width).clone()
     if not torch.cuda.is_current_stream_capturing():

@@ -33,6 +33,10 @@ HOST_PER_CHUNK_S = {FORWARD: 2.6e-4, BACKWARD: 6e-4}
 RESERVING_RATIO_16THS = 4
 RESERVED_SMS = 16
 MAX_RATIO_16THS = 1024
+# Through the peers' memory, on H200s: what a rank sends a second, and what a second chunk costs (two GEMMs' tails, a copy
+# on another stream and its signals).
+PEER_BYTES_PER_S = 4.2e11
+PEER_SPLIT_S = 1e-4
 
 
 def border_quantum(device: str, rows: int, H: int) -> int:
@@ -112,6 +116,25 @@ def _candidate_sizes(layout: Layout, settings: Settings, quantum: int) -> Iterat
             if between > 0:
                 inner, rest = divmod(layout.L - 2 * end, between)
                 yield (end, *(inner + (i < rest) for i in range(between)), end)
+
+
+def peer_plan(layout: Layout, element_size: int, device: str, settings: Settings) -> Plan:
+    """The plan of a layer that exchanges through the peers' memory: as set, or one chunk, or a small one and the rest.
+
+    Tiles are combined as they are done, so chunks have only the dispatch to hide: a second chunk pays where what it
+    hides takes longer than what it costs.
+    """
+    quantum = border_quantum(device, layout.rows, layout.H)
+    if settings.sizes or settings.chunks:
+        sizes = chunk_sizes(layout.L, layout.P, settings, quantum)
+    else:
+        fills = max(MIN_TOKENS, -(-SMALLEST_END // layout.rows))
+        first = -(-fills // quantum) * quantum
+        hidden_s = layout.exchange_bytes(element_size) / PEER_BYTES_PER_S * (1 - first / layout.L)
+        worthwhile = layout.L >= 2 * first and hidden_s > PEER_SPLIT_S
+        sizes = (first, layout.L - first) if worthwhile else (layout.L,)
+    ahead = settings.in_flight or Plan.ahead
+    return Plan(sizes, ratio_16ths=1, ahead=ahead, peers=True, disabled=settings.disabled_passes)
 
 
 def predicted_seconds(plan: Plan, compute_s: float, exchange_s: float, training: bool) -> float:

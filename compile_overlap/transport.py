@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
 from typing import Any, Iterator
 
 import torch
@@ -26,15 +25,14 @@ def plan_for(
 
     A group's first plan measures the group, and each plan's decision is the group's: all its ranks call this together.
     """
-    costs = settings.costs or measure.costs_of(group, layout.P, device, dtype)
-    chosen = plan.make_plan(layout, dtype.itemsize, device.type, training, settings, costs)
-    if settings.transport != PEERS or layout.P == 1:
-        return chosen
-    reason = _obstacle(group, layout, dtype, device, training, bias, chosen.sizes)
-    if reason is not None:
+    if settings.transport == PEERS and layout.P > 1:
+        chosen = plan.peer_plan(layout, dtype.itemsize, device.type, settings)
+        reason = _obstacle(group, layout, dtype, device, training, bias, chosen.sizes)
+        if reason is None:
+            return chosen
         notice.fall_back(reason, strict=settings.strict, rank=rank)
-        return chosen
-    return replace(chosen, peers=True, reserved_sms=0)
+    costs = settings.costs or measure.costs_of(group, layout.P, device, dtype)
+    return plan.make_plan(layout, dtype.itemsize, device.type, training, settings, costs)
 
 
 _DECIDED: weakref.WeakKeyDictionary[Any, dict[Any, str | None]] = weakref.WeakKeyDictionary()

@@ -209,7 +209,7 @@ if triton is not None:
                 for k in range(0, inner, BK):
                     a = left.load([l * rows + first_row, k])
                     if TRANSPOSED:
-                        b = right.load([l * columns + first_column, k]).T
+                        b = tl.trans(right.load([l * columns + first_column, k]))
                     else:
                         b = right.load([l * inner + k, first_column])
                     accumulator = tl.dot(a, b, accumulator)
@@ -238,7 +238,7 @@ if triton is not None:
                             b = tl.load(b_base + b_at, mask=in_depth[None, :], other=0.0)
                         else:
                             b = tl.load(b_base + b_at, mask=in_depth[:, None] & in_columns[None, :], other=0.0)
-                    accumulator = tl.dot(a, b.T if TRANSPOSED else b, accumulator)
+                    accumulator = tl.dot(a, tl.trans(b) if TRANSPOSED else b, accumulator)
                     a_base += BK
                     b_base += BK if TRANSPOSED else BK * right_pitch
             owner = tl.load(addresses + row // batch, mask=in_rows, other=0)

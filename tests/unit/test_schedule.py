@@ -136,5 +136,23 @@ def test_settings_win_over_the_search():
     assert planning.make_plan(DEFAULT, 2, "cpu", False, Settings(), None).sizes == (8, 8, 8, 8)
 
 
+@pytest.mark.parametrize(
+    "layout, settings, sizes",
+    [
+        (DEFAULT, Settings(), (32,)),
+        (Layout(2, 2048, 64, 1280, 7680), Settings(), (2, 30)),
+        (Layout(8, 512, 64, 1280, 7680), Settings(), (2, 6)),
+        (Layout(2, 4, 16, 128, 256), Settings(), (8,)),
+        (Layout(2, 4096, 4, 1280, 7680), Settings(), (2,)),
+        (DEFAULT, Settings(chunks=4), (8, 8, 8, 8)),
+        (DEFAULT, Settings(sizes=(4, 28), in_flight=1), (4, 28)),
+    ],
+    ids=["default", "large-batch", "eight-ranks", "small", "two-tokens", "chunks", "sizes"],
+)
+def test_the_plan_through_the_peers_memory(layout, settings, sizes):
+    plan = planning.peer_plan(layout, 2, "cuda", settings)
+    assert plan == Plan(sizes, 1, settings.in_flight or 2, peers=True)
+
+
 def test_costs_are_rounded_so_that_noise_changes_no_plan():
     assert rounded(Costs(1e-5, 1e9, 1e12)) == rounded(Costs(1.05e-5, 0.97e9, 1.04e12))

@@ -1,0 +1,49 @@
+"""Rows of a tensor stored straight into the inboxes of the ranks that they belong to, by one kernel.
+
+    inbox of rank p: [rank*B + b, l, :] of the chunk's [P*B,length,D] = source[b, p, first+l, :]        source [B,P,L,D]
+
+For exchanges that nothing hides: while they run the multiprocessors have nothing else to do, and one launch takes the
+place of a copy and a signal for each peer on a stream of its own. A piece of the source, its rows for one peer, lies
+together in both places; the programs go round the peers, beginning with the next one.
+"""
+
+from __future__ import annotations
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+_BLOCK, _WARPS = 2048, 4
+
+
+def store_rows(source: torch.Tensor, addresses: torch.Tensor, first: int, length: int, rank: int) -> None:
+    """Store tokens `first`..`first`+`length` of `source` [B,P,L,D], contiguous; `addresses` [P], int64, on the device.
+
+    The inboxes hold chunks behind one another: this one begins P*B*first*D elements behind the address.
+    """
+    batch, P, tokens, width = source.shape
+    piece, begin = length * width, first * width
+    blocks = triton.cdiv(piece, _BLOCK)
+    _store_rows[(batch * P * blocks,)](
+        source, addresses, batch, tokens * width, begin, piece, P * batch * begin, blocks, rank, P,
+        BLOCK=_BLOCK, num_warps=_WARPS,
+    )  # fmt: skip
+
+
+if triton is not None:
+
+    @triton.jit
+    def _store_rows(source, addresses, batch, row, begin, piece, behind, blocks, rank, P, BLOCK: tl.constexpr):
+        block = tl.program_id(0) % blocks
+        index = tl.program_id(0) // blocks
+        peer = (rank + 1 + index % P) % P
+        b = (index // P).to(tl.int64)
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        inside = at < piece
+        value = tl.load(source + (b * P + peer) * row + begin + at, mask=inside)
+        inbox = tl.multiple_of(tl.load(addresses + peer).to(tl.pointer_type(source.dtype.element_ty)), 16)
+        tl.store(inbox + behind + (rank * batch + b) * piece + at, value, mask=inside)

@@ -1,0 +1,69 @@
+"""The kernels that store into other ranks' buffers, run by Triton's interpreter: what they write, and what they do not.
+
+In a process of its own: whether kernels are interpreted is decided when Triton is imported.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+UNTOUCHED = 7.0
+
+
+def _buffers(ranks, *shape):
+    buffers = [torch.full(shape, UNTOUCHED, dtype=torch.float16) for _ in range(ranks)]
+    return buffers, torch.tensor([buffer.data_ptr() for buffer in buffers])
+
+
+def store_rows():
+    from compile_overlap.kernels.store_rows import store_rows
+
+    for B, P, L, D in ((3, 2, 6, 40), (1, 4, 3, 1300), (2, 8, 4, 5)):
+        for first, length in ((0, L), (1, L - 1), (0, 1)):
+            sources = [torch.randn(B, P, L, D).half() for _ in range(P)]
+            inboxes, addresses = _buffers(P, P * B * L * D)
+            for rank, source in enumerate(sources):
+                store_rows(source, addresses, first, length, rank)
+            begin, end = P * B * first * D, P * B * (first + length) * D
+            for owner, inbox in enumerate(inboxes):
+                rows = torch.cat([source[:, owner, first : first + length] for source in sources])
+                assert torch.equal(inbox[begin:end], rows.flatten())
+                assert (inbox[:begin] == UNTOUCHED).all() and (inbox[end:] == UNTOUCHED).all()
+
+
+def gemm_combine():
+    from compile_overlap.kernels import gemm_combine as kernel
+
+    kernel.sm_count = lambda device: 3
+    kernel.TensorDescriptor = None
+    for tokens, ranks, batch, inner, columns in ((2, 4, 33, 72, 100), (1, 2, 3, 64, 130)):
+        for transposed in (False, True):
+            for form in (kernel.NO_BIAS, kernel.ADD, kernel.BADDBMM):
+                left = torch.randn(tokens, ranks * batch, inner).half()
+                right = torch.randn(tokens, columns, inner).half().transpose(1, 2)
+                right = right if transposed else right.contiguous()
+                bias = torch.randn(tokens, columns).half()
+                outs, addresses = _buffers(ranks, batch, tokens + 3, columns)
+                given = bias if form else None
+                kernel.gemm_combine(left, right, given, addresses, batch, tokens + 3, 2, form)
+                expected = torch.bmm(left.float(), right.float()) + (bias.float().unsqueeze(1) if form else 0.0)
+                for out, rows in zip(outs, expected.split(batch, dim=1)):
+                    assert torch.allclose(out[:, 2 : 2 + tokens].float(), rows.transpose(0, 1), rtol=4e-3, atol=4e-2)
+                    assert (out[:, :2] == UNTOUCHED).all() and (out[:, 2 + tokens :] == UNTOUCHED).all()
+
+
+@pytest.mark.parametrize("kernel", [store_rows, gemm_combine], ids=lambda kernel: kernel.__name__)
+def test_every_row_reaches_its_place(kernel):
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, __file__, kernel.__name__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    globals()[sys.argv[1]]()
