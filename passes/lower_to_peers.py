@@ -164,11 +164,13 @@ class _Lowering:
         """The nodes that hold all chunks' rows [B,P,L,D], and each chunk's place in them.
 
         These are concatenations, and what Inductor makes of one whose only reader splits it again (the chunks
-        themselves, in a tuple).
+        themselves, in a tuple). A single chunk is whole; where it is only read to be copied, the copy is.
         """
         ends = [self._unpacked(chunk) for chunk in self.layer.chunks]
         if len(ends) == 1:
-            return ends, [0]
+            copies = list(ends[0].users)
+            copied = len(copies) == 1 and copies[0].target is aten.clone.default
+            return (copies if copied else ends), [0]
         wholes, orders = list(ends[0].users), set()
         for whole in wholes:
             parts = compat.simplified_split(whole)

@@ -1,10 +1,13 @@
 """Which layers are lowered to the peers' memory, and which are left to the collectives; on the fake process group."""
 
+import re
+
 import pytest
 import torch
 from test_user_graphs import P, TOKENS, WIDTH, _call, _input, _run
 
 from compile_overlap import peers, transport
+from passes import verify
 from passes.discover import discover
 from passes.lower_to_peers import LowerToPeers
 
@@ -33,6 +36,18 @@ def test_both_directions_are_lowered_and_verified(monkeypatch):
 def test_one_row_for_each_rank_is_lowered(monkeypatch):
     log = _run(monkeypatch, lambda layer: _call(layer(), _input(batch=1)).sum().backward(), chunks="2", **PEERS)
     assert _lowered(log) == [7, 7]
+
+
+def test_a_layer_of_one_chunk_is_six_calls(monkeypatch):
+    """Each of them one launch, but for the last: a barrier and a copy."""
+    codes, real = [], verify.compare
+    monkeypatch.setattr(verify, "compare", lambda expected, code: (codes.append(code), real(expected, code)))
+    with torch.no_grad():
+        settings = {**PEERS, "A2A_FFN_RECIPE": "eager_exact"}
+        _run(monkeypatch, lambda layer: _call(layer(), _input()), chunks="1", **settings)
+    called = r"(?:extern_kernels|torch\.ops\.compile_overlap)\.(\w+)|(?:cpp|triton)_\w+\("
+    calls = re.findall(called, codes[-1].split("def call(")[1])
+    assert calls == ["peer_put", "peer_take", "bmm", "gated_norm_forward", "peer_gemm", "peer_finish"]
 
 
 def test_without_a_second_exchange_the_collectives_stay(monkeypatch):
