@@ -9,7 +9,7 @@
 | the store of symmetric memory                    | a file           | the group's                |
 | the norm of a sum                                | rounds it if backward needs it | rounds alike |
 
-`comptime_value` is here too: it reads a Dynamo internal that no version makes public.
+What reads internals that no version makes public is here too: `comptime_value`, `global_state`, `is_intercepted`.
 """
 
 from __future__ import annotations
@@ -67,6 +67,17 @@ def comptime_value(context: Any, name: str) -> Any:
     """The Python object behind local variable `name` of the frame that Dynamo is tracing."""
     variable = context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
     return variable.realize().value
+
+
+def global_state() -> Any:
+    """The modes of this moment as Dynamo guards them (gradients, autocast, determinism, precision); `check()` compares."""
+    return torch._C._dynamo.guards.GlobalStateGuard()
+
+
+def is_intercepted() -> bool:
+    """Whether modes or transforms see the operators that are called now, and Dynamo therefore decides what to do."""
+    modes = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
+    return bool(modes) or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def register_group_alias(alias: str, group: torch.distributed.ProcessGroup) -> None:
