@@ -107,6 +107,7 @@ def _static(
         "recipe": candidate[0],
         "bias": candidate[1],
         "eps": eps_of(ffn),
+        "triton": chosen.triton,
         "exact_gradients": plan.exact_gradients(ffn.w1.device.type, settings),
         "comm_scale": getattr(ffn, "comm_scale", 1),
     }
@@ -168,7 +169,7 @@ def _inlined(ffn: Any, inputs: torch.Tensor, layout: Layout, reason: str | None,
         comptime(_observe_reference)
     group = "" if ffn.ep_group is None else ffn.ep_group.group_name
     # `index`: the plan is made for one batch size, so a symbolic one becomes a constant here.
-    delegated, sizes, alias, bias = _at_trace_time(
+    delegated, sizes, triton, alias, bias = _at_trace_time(
         type(ffn), P, index(layout.B), layout.T, layout.D, layout.H, ffn.w1.dtype, ffn.w1.device,
         group, P > 1 and not comp_only, torch.is_grad_enabled(), reason, ffn.ep_index,
     )  # fmt: skip
@@ -184,6 +185,7 @@ def _inlined(ffn: Any, inputs: torch.Tensor, layout: Layout, reason: str | None,
         bias=bias,
         eps=eps_of(ffn),
         exact_gradients=False,
+        triton=triton,
         comm_scale=getattr(ffn, "comm_scale", 1),
     )
 
@@ -209,8 +211,8 @@ def _at_trace_time(
     training: bool,
     reason: str | None,
     rank: int,
-) -> tuple[bool, tuple[int, ...], str | None, str]:
-    """(delegated, chunk sizes, group alias, bias form); installs the passes and registers the alias.
+) -> tuple[bool, tuple[int, ...], tuple[str, ...], str | None, str]:
+    """(delegated, chunk sizes, directions of our GEMM, group alias, bias form); installs the passes and registers the alias.
 
     `group` is a registered name, or empty for the default group.
     """
@@ -222,11 +224,11 @@ def _at_trace_time(
         reason = "A2A_FFN_RECIPE=eager_exact inside an outer torch.compile, which rounds as Inductor does"
     if reason is not None:
         notice.delegate(reason, strict=settings.strict, rank=rank)
-        return True, (), None, ""
+        return True, (), (), None, ""
     passes.install()
     layout = Layout(P, B, T, D, H)
     resolved = torch._C._distributed_c10d._resolve_process_group(group) if group else None
     bias = settings.bias or form
     chosen = transport.plan_for(resolved, rank, layout, dtype, device, training, bias, settings)
     alias = overlap_alias(resolved, chosen) if exchanged else None
-    return False, chosen.sizes, alias, bias
+    return False, chosen.sizes, chosen.triton, alias, bias

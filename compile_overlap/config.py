@@ -9,6 +9,7 @@
 | `A2A_FFN_IN_FLIGHT` | a count                               | chunks dispatched beyond the one computed (default: 2) |
 | `A2A_FFN_RESERVED_SMS` | a count                            | SMs that GEMMs leave to the exchanges (default: by the link) |
 | `A2A_FFN_TRANSPORT` | `collectives`, `peers`               | NCCL, or the peers' memory where the group can (default: collectives) |
+| `A2A_FFN_GEMMS`    | `cublas`, `measured`                   | or our own kernel where it is faster (default: measured) |
 | `A2A_FFN_COSTS`    | `us,GB/s,TFLOP/s`                      | latency, link and GEMM rate to plan with (default: measured on NCCL groups) |
 | `A2A_FFN_DISABLE_PASSES` | names, or `all`                  | passes to switch off, for ablation                     |
 | `A2A_FFN_STRICT`   | `1`                                    | an error instead of delegating, or of a wrapper that leaves the schedule |
@@ -26,9 +27,10 @@ from .recipes import BIAS_FORMS, RECIPES
 
 
 PEERS = "peers"
+CUBLAS = "cublas"
 VARIABLES = (
     "A2A_FFN_CHUNKS", "A2A_FFN_RECIPE", "A2A_FFN_BIAS", "A2A_FFN_GRADIENTS", "A2A_FFN_IN_FLIGHT",
-    "A2A_FFN_RESERVED_SMS", "A2A_FFN_TRANSPORT", "A2A_FFN_COSTS", "A2A_FFN_DISABLE_PASSES", "A2A_FFN_STRICT",
+    "A2A_FFN_RESERVED_SMS", "A2A_FFN_TRANSPORT", "A2A_FFN_GEMMS", "A2A_FFN_COSTS", "A2A_FFN_DISABLE_PASSES", "A2A_FFN_STRICT",
 )  # fmt: skip
 
 
@@ -49,6 +51,7 @@ class Settings:
     in_flight: int | None = None
     reserved_sms: int | None = None
     transport: str | None = None
+    gemms: str | None = None
     costs: Costs | None = None
     disabled_passes: tuple[str, ...] = ()
     strict: bool = False
@@ -66,6 +69,7 @@ class Settings:
             in_flight=_count("A2A_FFN_IN_FLIGHT", 1),
             reserved_sms=_count("A2A_FFN_RESERVED_SMS", 0),
             transport=_one_of("A2A_FFN_TRANSPORT", ("collectives", PEERS)),
+            gemms=_one_of("A2A_FFN_GEMMS", (CUBLAS, "measured")),
             costs=_costs("A2A_FFN_COSTS"),
             disabled_passes=_passes("A2A_FFN_DISABLE_PASSES"),
             strict=_one_of("A2A_FFN_STRICT", ("0", "1")) == "1",

@@ -14,7 +14,7 @@ from .schedule import FORWARD, START, Plan, Work, build
 
 
 def explain(ffn: Any, inputs: torch.Tensor) -> str:
-    """Layout, chunks, recipe, transport, and what fell back, for `forward_ffn(ffn, inputs)` in the current grad mode.
+    """Layout, chunks, recipe, transport, GEMMs, and what fell back, for `forward_ffn(ffn, inputs)` in the current grad mode.
 
     Takes the decision if it has not been taken yet, so every rank of the group must call it.
     """
@@ -34,6 +34,7 @@ def explain(ffn: Any, inputs: torch.Tensor) -> str:
         f"schedule   {_schedule(chosen, layout, sent)}",
         f"exchange   {_size(sent)} sent per rank in each dispatch and each combine",
         f"transport  {_transport(layout.P, inputs, chosen)}",
+        f"gemms      {_gemms(inputs, chosen)}",
     ]
     if reason is not None:
         lines.append(f"recipe     none: the reference overlap='none' answers, because {reason}")
@@ -61,5 +62,10 @@ def _transport(P: int, inputs: torch.Tensor, chosen: Plan) -> str:
     if P == 1:
         return "none: one rank, the exchange is a local layout change"
     if chosen.peers:
-        return "the peers' memory: copy engines dispatch, the second GEMM stores what it combines"
+        return "the peers' memory: put straight into their inboxes, the second GEMM stores what it combines"
     return f"functional collectives over {'NCCL' if inputs.is_cuda else 'gloo'}"
+
+
+def _gemms(inputs: torch.Tensor, chosen: Plan) -> str:
+    own = "".join(f"; each chunk's first one {direction} by our kernel" for direction in chosen.triton)
+    return f"{'cuBLAS' if inputs.is_cuda else 'ATen'}{own}"

@@ -38,13 +38,14 @@ def overlapped_ffn(
     bias: str,
     eps: tuple[float, float],
     exact_gradients: bool,
+    triton: tuple[str, ...] = (),
     comm_scale: int = 1,
 ) -> torch.Tensor:
     """The expert-parallel FFN of this rank's batch: [B,T,D] -> [B,T,D].
 
     `sizes` are the chunks' token counts (their sum is L). `group` is the name the functional collectives resolve; None
-    replaces each exchange by the local layout change (comp-only, and P = 1). `recipe`, `bias` and
-    `exact_gradients`: see `recipes`.
+    replaces each exchange by the local layout change (comp-only, and P = 1). `recipe`, `bias`,
+    `exact_gradients` and `triton`: see `recipes`.
     `comm_scale` pads the payload of each exchange to that many times its size.
     """
     B, T, D = x_btd.shape
@@ -65,6 +66,7 @@ def overlapped_ffn(
         bias=bias,
         eps=eps,
         exact_gradients=exact_gradients,
+        triton=triton,
     )
     combining = []
     for in_flight, local_ffn in zip(dispatched, chunks):

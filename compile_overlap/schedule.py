@@ -42,7 +42,8 @@ class Plan:
     `sizes`: tokens of each chunk along L. `ratio_16ths`: a chunk's exchange time over its forward compute time, in 16ths.
     `ahead`: chunks whose first exchange may be in flight or unread beyond the one that is computed: the in-flight
     budget. `backlog`: chunks whose weight gradients may be owed. `reserved_sms`: SMs that GEMMs leave to the exchanges.
-    `peers`: exchanges go through the peers' memory instead of collectives. `disabled`: passes that are switched off.
+    `peers`: exchanges go through the peers' memory instead of collectives. `triton`: directions in which each chunk's
+    first GEMM runs by our kernel instead of cuBLAS. `disabled`: passes that are switched off.
     """
 
     sizes: tuple[int, ...]
@@ -51,22 +52,25 @@ class Plan:
     backlog: int = 1
     reserved_sms: int = 0
     peers: bool = False
+    triton: tuple[str, ...] = ()
     disabled: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        triton = f" triton={','.join(self.triton)}" if self.triton else ""
         off = f" off={','.join(self.disabled)}" if self.disabled else ""
         numbers = f"r{self.ratio_16ths} a{self.ahead} b{self.backlog} s{self.reserved_sms}"
-        return f"{','.join(map(str, self.sizes))} {numbers}{' peers' if self.peers else ''}{off}"
+        return f"{','.join(map(str, self.sizes))} {numbers}{' peers' if self.peers else ''}{triton}{off}"
 
     @classmethod
     def parse(cls, text: str) -> Plan:
         """The plan that `str` wrote. Raises ValueError for any other text."""
-        found = re.fullmatch(r"(\d+(?:,\d+)*) r(\d+) a(\d+) b(\d+) s(\d+)( peers)?(?: off=([a-z,-]+))?", text)
+        numbers = r"(\d+(?:,\d+)*) r(\d+) a(\d+) b(\d+) s(\d+)"
+        found = re.fullmatch(numbers + r"( peers)?(?: triton=([a-z,]+))?(?: off=([a-z,-]+))?", text)
         if found is None:
             raise ValueError(f"plan = {text!r}: must be sizes, ratio, ahead and backlog, such as '8,8 r4 a2 b1 s0'")
-        sizes, *numbers, peers, disabled = found.groups()
-        names = tuple(disabled.split(",")) if disabled else ()
-        return cls(tuple(int(size) for size in sizes.split(",")), *(int(number) for number in numbers), bool(peers), names)
+        sizes, *numbers, peers, triton, disabled = found.groups()
+        names = (tuple(text.split(",")) if text else () for text in (triton, disabled))
+        return cls(tuple(map(int, sizes.split(","))), *map(int, numbers), bool(peers), *names)
 
 
 class Work(NamedTuple):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import Any, Iterator
 
 import torch
 import torch.distributed as dist
 
 from . import group as groups
-from . import measure, notice, peers, plan
-from .config import PEERS, Settings
+from . import gemms, measure, notice, peers, plan
+from .config import CUBLAS, PEERS, Settings
 from .kernels import gemm_combine
 from .layout import Layout
 from .recipes import ADD
@@ -25,6 +26,13 @@ def plan_for(
 
     A group's first plan measures the group, and each plan's decision is the group's: all its ranks call this together.
     """
+    chosen = _exchanging(group, rank, layout, dtype, device, training, bias, settings)
+    if settings.gemms == CUBLAS or chosen.reserved_sms:  # our kernel takes all SMs
+        return chosen
+    return replace(chosen, triton=gemms.agreed(group, layout, chosen.sizes, dtype, device, training, bias))
+
+
+def _exchanging(group, rank, layout, dtype, device, training, bias, settings) -> Plan:
     if settings.transport == PEERS and layout.P > 1:
         chosen = plan.peer_plan(layout, dtype.itemsize, device.type, settings)
         reason = _obstacle(group, layout, dtype, device, training, bias, chosen.sizes)
@@ -45,17 +53,17 @@ def _obstacle(group, layout: Layout, dtype, device, training: bool, bias: str, s
     if key not in decided:
         reason = peers.obstacle(group, layout.P, device, dtype)
         if reason is None:
-            gemms = _gemms(layout, training, bias, sizes)
-            _, reason = groups.attempt(group, layout.P, device, lambda: _check(gemms, dtype, device))
+            shapes = _gemms(layout, training, bias, sizes)
+            _, reason = groups.attempt(group, layout.P, device, lambda: _check(shapes, dtype, device))
         if reason is None:
             reason = peers.make_room(group, layout.P, layout.B * layout.T * layout.D * dtype.itemsize, device)
         decided[key] = reason
     return decided[key]
 
 
-def _check(gemms: Iterator[tuple], dtype: torch.dtype, device: torch.device) -> None:
+def _check(shapes: Iterator[tuple], dtype: torch.dtype, device: torch.device) -> None:
     """Run these GEMMs by the kernel. Raises RuntimeError where it rounds otherwise than cuBLAS, or what Triton raises."""
-    for shape in gemms:
+    for shape in shapes:
         if not gemm_combine.agrees_with_cublas(*shape, dtype, device):
             raise RuntimeError(f"cuBLAS sums in another order than the kernel for {shape}")
 
@@ -70,6 +78,7 @@ def _gemms(layout: Layout, training: bool, bias: str, sizes: tuple[int, ...]) ->
 
 
 def reset() -> None:
-    """Forget what was decided and the buffers."""
+    """Forget what was decided and measured, and the buffers."""
     _DECIDED.clear()
+    gemms.reset()
     peers.reset()

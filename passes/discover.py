@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from compile_overlap import compat
-from compile_overlap.kernels import chunk_gemm  # noqa: F401  registers the operators
+from compile_overlap.kernels import chunk_gemm, chunk_gemm_triton  # noqa: F401  registers the operators
 from compile_overlap.schedule import Plan, Work
 
 from . import graphs
@@ -35,6 +35,7 @@ GEMMS = {
     aten.mm.default,
     aten.addmm.default,
     ops.chunk_bmm.default,
+    ops.chunk_bmm_triton.default,
     ops.chunk_baddbmm.default,
 }
 

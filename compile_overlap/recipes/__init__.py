@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch.autograd import Function
 
 from .. import compat
-from ..kernels import gated_norm_grad
+from ..kernels import chunk_gemm_triton, gated_norm_grad
+from ..schedule import BACKWARD, FORWARD
 from . import exact
 
 EAGER_EXACT, INDUCTOR = "eager_exact", "inductor"
@@ -38,17 +39,20 @@ def local_ffns(
     bias: str,
     eps: tuple[float, float],
     exact_gradients: bool,
+    triton: tuple[str, ...] = (),
 ):
     """One function [l,n,D] -> [l,n,D] for each chunk of l = `sizes[c]` tokens; n = `rows` is P*B.
 
     `norms` are gamma_x, beta_x, gamma_gate, beta_gate [H] in the weights' dtype. `exact_gradients` makes every gradient
     of `eager_exact` eager's (see `exact`); the `inductor` recipe, whose sums are in fp32, has no use for it.
+    `triton`: the directions in which each chunk's first GEMM, if it is a `bmm`, runs by `chunk_bmm_triton`.
     """
     weights = zip(w1.split(sizes), wout.split(sizes))
+    own = tuple(direction in triton for direction in (FORWARD, BACKWARD))
     if recipe == INDUCTOR:
         biases = zip((b.unsqueeze(1) for b in b1.split(sizes)), (b.unsqueeze(1) for b in bout.split(sizes)))
         shared = zip(*(_Share.apply(norm, len(sizes)) for norm in norms))
-        return [_fused(*w, *b, n, bias, eps) for w, b, n in zip(weights, biases, shared)]
+        return [_fused(*w, *b, n, bias, eps, own) for w, b, n in zip(weights, biases, shared)]
     norms = exact.Norms.of(norms)
     expanded_bout = [t.transpose(0, 1) for t in exact.expand_rows(bout, rows).split(sizes, dim=1)]
     added = bias == ADD
@@ -58,7 +62,7 @@ def local_ffns(
         carriers = exact.Whole.apply(b1 if added else None, *norms.collecting, *norms.weights, w1, sizes, rows, *eps)
     per_chunk = exact.CARRIERS if exact_gradients else 0
     return [
-        _exact(*w, *b, norms, bias, eps, carriers[c * per_chunk : (c + 1) * per_chunk])
+        _exact(*w, *b, norms, bias, eps, own, carriers[c * per_chunk : (c + 1) * per_chunk])
         for c, (w, b) in enumerate(zip(weights, biases))
     ]
 
@@ -83,24 +87,26 @@ def _expanded(b1, rows, sizes):
     return [exact.expand_rows(part, rows).transpose(0, 1) for part in b1.split(sizes)]
 
 
-def _exact(w1, wout, b1, bout, norms, bias, eps, carriers):
+def _exact(w1, wout, b1, bout, norms, bias, eps, own, carriers):
     def run(x_lnd):
         if bias == ADD:
-            return exact.gated_projection(torch.bmm(x_lnd, w1), b1, norms, wout, None, eps, carriers) + bout
-        return exact.gated_projection(torch.baddbmm(b1, x_lnd, w1), None, norms, wout, bout, eps, carriers)
+            z_lnf = chunk_gemm_triton.bmm(x_lnd, w1, own[0])
+            return exact.gated_projection(z_lnf, b1, norms, wout, None, eps, own[1], carriers) + bout
+        z_lnf = torch.baddbmm(b1, x_lnd, w1)
+        return exact.gated_projection(z_lnf, None, norms, wout, bout, eps, own[1], carriers)
 
     return run
 
 
-def _fused(w1, wout, b1, bout, norms, bias, eps):
+def _fused(w1, wout, b1, bout, norms, bias, eps, own):
     def run(x_lnd):
         if bias == ADD:
-            z_lnf, shift = torch.bmm(x_lnd, w1), b1
+            z_lnf, shift = chunk_gemm_triton.bmm(x_lnd, w1, own[0]), b1
         else:
             z_lnf, shift = torch.baddbmm(b1, x_lnd, w1), None
         added = None if bias == ADD else bout
         if gated_norm_grad.takes(z_lnf) and torch.is_grad_enabled():
-            y_lnd = _GatedProjection.apply(z_lnf, shift, *norms, wout, added, *eps)
+            y_lnd = _GatedProjection.apply(z_lnf, shift, *norms, wout, added, *eps, own[1])
         else:
             y_lnd = _project(_gated_norm(z_lnf, shift, norms, eps)[0], wout, added)
         return y_lnd + bout if bias == ADD else y_lnd
@@ -130,9 +136,9 @@ class _GatedProjection(Function):
     """
 
     @staticmethod
-    def forward(ctx, z, shift, gamma_x, beta_x, gamma_gate, beta_gate, wout, bout, eps_x, eps_gate):
+    def forward(ctx, z, shift, gamma_x, beta_x, gamma_gate, beta_gate, wout, bout, eps_x, eps_gate, own):
         norms = gamma_x, beta_x, gamma_gate, beta_gate
-        ctx.shifted, ctx.added = shift is not None, bout is not None
+        ctx.shifted, ctx.added, ctx.own = shift is not None, bout is not None, own
         if compat.ROUNDS_SAVED_SUMS_ONLY and ctx.shifted:
             z, shift = z + shift, None
         h, *stats = _gated_norm(z, shift, norms, (eps_x, eps_gate))
@@ -142,7 +148,7 @@ class _GatedProjection(Function):
     @staticmethod
     def backward(ctx, grad):
         z, shift, *norms, wout, mean_x, rstd_x, mean_gate, rstd_gate = ctx.saved_tensors
-        grad_h = torch.bmm(grad, wout.transpose(1, 2))
+        grad_h = chunk_gemm_triton.product(grad, wout.transpose(1, 2), ctx.own)
         bias = None if shift is None else shift.squeeze(1)
         grad_z, h, grad_bias, grad_norms = gated_norm_grad.gated_norm_grad(
             grad_h, z, bias, *norms, mean_x, rstd_x, mean_gate, rstd_gate
@@ -150,4 +156,4 @@ class _GatedProjection(Function):
         grad_shift = grad_bias.unsqueeze(1).to(z.dtype) if ctx.shifted else None
         grad_wout = torch.bmm(h.transpose(1, 2), grad)
         grad_bout = grad.sum(1, keepdim=True) if ctx.added else None
-        return grad_z, grad_shift, *grad_norms.to(z.dtype).unbind(), grad_wout, grad_bout, None, None
+        return grad_z, grad_shift, *grad_norms.to(z.dtype).unbind(), grad_wout, grad_bout, None, None, None

@@ -23,7 +23,7 @@ import torch
 from torch.autograd import Function
 
 from ..kernels import exact_gated_norm as kernel
-from ..kernels import gated_norm_grad
+from ..kernels import chunk_gemm_triton, gated_norm_grad
 from ..operators import fake_of, operator
 
 aten = torch.ops.aten
@@ -170,23 +170,23 @@ class _GatedProjection(Function):
 
     @staticmethod
     def forward(ctx, z, bias, wout, added, *rest):
-        _collecting, weights, eps, carriers = rest[:4], rest[4:8], rest[8:10], rest[10:]
+        _collecting, weights, eps, own, carriers = rest[:4], rest[4:8], rest[8:10], rest[10], rest[11:]
         h, *stats = gated_norm_forward(z, bias, *weights, *eps)
         ctx.save_for_backward(z, bias, wout, *weights, *stats)
-        ctx.eps, ctx.exact, ctx.added = eps, len(carriers) > 0, added is not None
+        ctx.eps, ctx.own, ctx.exact, ctx.added = eps, own, len(carriers) > 0, added is not None
         return torch.bmm(h, wout) if added is None else torch.baddbmm(added, h, wout)
 
     @staticmethod
     def backward(ctx, grad):
         z, bias, wout, *weights_and_stats = ctx.saved_tensors
-        operands = torch.bmm(grad, wout.transpose(1, 2)), z, bias, *weights_and_stats
+        operands = chunk_gemm_triton.product(grad, wout.transpose(1, 2), ctx.own), z, bias, *weights_and_stats
         if gated_norm_grad.takes(z) and not ctx.exact:
             grad_z, h, grad_bias, grad_norms = gated_norm_grad.gated_norm_grad(*operands)
         else:
             grad_z, h, grad_bias, grad_norms = gated_norm_backward(*operands, *ctx.eps, not ctx.exact)
         grad_bias = None if bias is None else grad_bias.to(z.dtype)
         grad_wout = torch.bmm(h.transpose(1, 2), grad)
-        unread = (None,) * 6
+        unread = (None,) * 7
         norms = (None,) * 4 if ctx.exact else grad_norms.unbind()
         handed_back = (*operands[:2], *weights_and_stats[4:]) if ctx.exact else ()
         return grad_z, grad_bias, grad_wout, grad if ctx.added else None, *norms, *unread, *handed_back
@@ -261,11 +261,12 @@ def gated_projection(
     wout: torch.Tensor,
     added: torch.Tensor | None,
     eps: tuple[float, float],
+    own: bool,
     carriers: tuple[torch.Tensor, ...] = (),
 ) -> torch.Tensor:
     """h @ wout (+ added), for h = LN_x(U) * silu(LN_gate(G)) of (U,G) = z + bias, rounded as eager rounds.
 
     z [l,n,2H], bias [l,2H], wout [l,H,D], added [l,n,D], inside the product as `baddbmm` adds it: [l,n,D]. With
-    `carriers` the backward is exact.
+    `carriers` the backward is exact; with `own` its first GEMM runs by our kernel.
     """
-    return _GatedProjection.apply(z_lnf, bias, wout, added, *norms.collecting, *norms.weights, *eps, *carriers)
+    return _GatedProjection.apply(z_lnf, bias, wout, added, *norms.collecting, *norms.weights, *eps, own, *carriers)

@@ -3,7 +3,7 @@
 Driven as the original archive would: an FFN and a block of its own, the plugin named by `A2A_FFN_KERNEL_PLUGIN`.
 """
 
-import fused_backward_on_cpu
+import kernels_on_cpu
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ class _Block:
         import passes
 
         if self.fused:
-            fused_backward_on_cpu.install()
+            kernels_on_cpu.install()
         torch.manual_seed(7 + rank)
         batch, local, dim, k = self.shape
         tokens = local * self.ranks
@@ -42,6 +42,9 @@ class _Block:
             before = len(passes.pass_log())
             got, grads = outputs_and_gradients(kernel, block, x, upstream)
             error = worst_relative(wanted, grads)
+            chunks = len(plan.chunk_sizes(local, self.ranks, Settings()))
+            used = {"gated_norm_grad": chunks, "chunk_bmm_triton": 2 * chunks} if self.fused else {}
+            assert kernels_on_cpu.calls == used
         else:
             with torch.no_grad():
                 expected = none(x)

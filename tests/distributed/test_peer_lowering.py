@@ -16,7 +16,7 @@ from ranks import run_on_ranks
 
 def _against_collectives(rank, ranks, recipe, bias, chunks, block, fused):
     import compile_overlap
-    import fused_backward_on_cpu
+    import kernels_on_cpu
     import passes
     import peers_by_gloo
 
@@ -25,7 +25,7 @@ def _against_collectives(rank, ranks, recipe, bias, chunks, block, fused):
         os.environ["A2A_FFN_RECIPE"] = recipe
     if fused:
         os.environ["A2A_FFN_GRADIENTS"] = "fast"
-        fused_backward_on_cpu.install()
+        kernels_on_cpu.install()
     torch.manual_seed(5 + rank)
     ffn = ArchiveFFN(8 * ranks, 16 * ranks, 2, group=dist.group.WORLD, size=ranks, index=rank, bias=bias)
     model = ArchiveBlock(ffn, 8 * ranks, 16 * ranks, pre=True) if block else ffn

@@ -1,4 +1,4 @@
-"""The kernels that store into other ranks' buffers, run by Triton's interpreter: what they write, and what they do not.
+"""GEMMs and stores into other ranks' buffers, run by Triton's interpreter: what they write, and what they do not.
 
 In a process of its own: whether kernels are interpreted is decided when Triton is imported.
 """
@@ -55,8 +55,21 @@ def gemm_combine():
                     assert (out[:, :2] == UNTOUCHED).all() and (out[:, 2 + tokens :] == UNTOUCHED).all()
 
 
-@pytest.mark.parametrize("kernel", [store_rows, gemm_combine], ids=lambda kernel: kernel.__name__)
-def test_every_row_reaches_its_place(kernel):
+def chunk_bmm_triton():
+    from compile_overlap.kernels import chunk_gemm_triton as kernel
+
+    kernel.sm_count = lambda device: 3
+    for tokens, rows, inner, columns in ((2, 33, 72, 100), (2, 128, 64, 256), (1, 3, 64, 130)):
+        for transposed in (False, True):
+            left = torch.randn(rows, tokens, inner).half().transpose(0, 1)
+            right = torch.randn(tokens, columns, inner).half().transpose(1, 2)
+            right = right if transposed else right.contiguous()
+            expected = torch.bmm(left.float(), right.float())
+            assert torch.allclose(kernel.chunk_bmm_triton(left, right).float(), expected, rtol=2e-3, atol=2e-2)
+
+
+@pytest.mark.parametrize("kernel", [store_rows, gemm_combine, chunk_bmm_triton], ids=lambda kernel: kernel.__name__)
+def test_every_value_reaches_its_place(kernel):
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, __file__, kernel.__name__]

@@ -1,21 +1,34 @@
-"""The fused backward's operator on CPU, from its formulas in fp32: what compiled graphs do with it, without a GPU."""
+"""The fused backward and our GEMM on CPU, by plain operators: what compiled graphs do with them, without a GPU."""
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 
+from compile_overlap import gemms
 from compile_overlap.kernels import gated_norm_grad
+from compile_overlap.schedule import BACKWARD, FORWARD
 
+calls: Counter[str] = Counter()
 _ON_CPU = torch.library.Library("compile_overlap", "IMPL")
 
 
 def install() -> None:
-    """Let layers on CPU take the fused backward, for good."""
+    """Let layers on CPU take the fused backward and our GEMM, for good."""
     gated_norm_grad.takes = lambda z: True
+    gemms.agreed = lambda *_: (FORWARD, BACKWARD)
+
+
+@torch.library.impl(_ON_CPU, "chunk_bmm_triton", "CPU")
+def _chunk_bmm_triton(left, right):
+    calls["chunk_bmm_triton"] += 1
+    return torch.bmm(left, right)
 
 
 @torch.library.impl(_ON_CPU, "gated_norm_grad", "CPU")
 def _gated_norm_grad(grad, z, bias, gamma_x, beta_x, gamma_gate, beta_gate, mean_x, rstd_x, mean_gate, rstd_gate):
+    calls["gated_norm_grad"] += 1
     biased = z.float() if bias is None else z.float() + bias.float().unsqueeze(1)
     grad = grad.float()
     halves = [
