@@ -74,6 +74,18 @@ def main(arguments=None):
 
 
 def _run(parser, options, workload):
+    result = compare(parser, options, workload)
+    workload.runtime.print(table(result))
+    if options.json and workload.runtime.is_main:
+        record.write(result, options.json)
+    workload.runtime.barrier()
+    wrong = [mode for mode, outcome in result["checks"].items() if "problem" in outcome]
+    if wrong:
+        raise AssertionError(f"check failed: {', '.join(wrong)}")
+
+
+def compare(parser, options, workload):
+    """Check and measure the modes of ``options`` on one workload; returns the record. All ranks call it alike."""
     runtime, asked = workload.runtime, [variants.parse(name) for name in parse_modes(options.modes)]
     print_setup(runtime, parser, options)
     primed = {variant.name: variants.prime(workload, variant.name, first_calls(workload, variant.name))
@@ -83,9 +95,10 @@ def _run(parser, options, workload):
     others = [mode for mode in modes if mode != "none"]
     checks = {mode: check(workload, mode) for mode in others}
     full_batch = {mode: compare_full_batch(workload, mode) for mode in others} if options.full_batch_check else {}
-    samples = measure_rounds(workload, modes)
-    measurements = {name: _measurement(name, runtime.gather(own), options) for name, own in samples.items()}
-    result = record.validate({
+    before = record.peak_memory(runtime.device)
+    measurements = {name: _measurement(name, runtime.gather(own), options)
+                    for name, own in measure_rounds(workload, modes).items()}
+    return record.validate({
         "schema": record.SCHEMA_VERSION, "kind": "comparison", "configuration": configuration(parser, options),
         "environment": record.environment(runtime.device), "world_size": runtime.world_size,
         "pass": pass_name(options), "rounds": options.rounds,
@@ -93,15 +106,8 @@ def _run(parser, options, workload):
         "transports": {mode: transport_in_use(variants.parse(mode).mode, runtime.group) for mode in others},
         "variants": {variant.name: variant.describe() for variant in asked if not variant.plain}, "failed": failed,
         "exchange": record.exchange_bytes(options, runtime.world_size), "checks": checks, "full_batch": full_batch,
-        "peak_memory_bytes": runtime.gather(record.peak_memory(runtime.device)),
+        "peak_memory_bytes": _fullest(runtime.gather(before), measurements),
         "measurements": measurements, "summary": summarize(measurements, modes)})
-    runtime.print(table(result))
-    if options.json and runtime.is_main:
-        record.write(result, options.json)
-    runtime.barrier()
-    wrong = [mode for mode, outcome in checks.items() if "problem" in outcome]
-    if wrong:
-        raise AssertionError(f"check failed: {', '.join(wrong)}")
 
 
 def first_calls(workload, name):
@@ -130,7 +136,10 @@ def check(workload, name):
 
 
 def measure_rounds(workload, modes):
-    """Measure everything ``--rounds`` times, interleaved. Returns {name: this rank's samples in seconds}."""
+    """Measure everything ``--rounds`` times, interleaved.
+
+    Returns {name: (this rank's samples in seconds, the most bytes that were allocated meanwhile, or None on CPU)}.
+    """
     options = workload.options
     calls = {mode: workload.timed_call(mode) for mode in modes}
     calls[COMP_ONLY + "none"] = workload.timed_call("none", comp_only=True)
@@ -140,16 +149,20 @@ def measure_rounds(workload, modes):
         calls[EXCHANGES] = exchange_call(workload)
     timer = make_timer(options, workload.runtime)
     per_round = -(-options.num_tests // options.rounds) + 1
-    samples = {name: [] for name in calls}
+    samples, peaks, device = {name: [] for name in calls}, {name: None for name in calls}, workload.runtime.device
     for index in range(options.rounds):
         for name, call in calls.items():
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
             timing, output = timer.measure(call, warmup=min(options.warmup, 2) if index else options.warmup,
                                            num_tests=per_round, before=workload.clear_gradients)
             samples[name] += timing.samples
+            if device.type == "cuda":
+                peaks[name] = max(peaks[name] or 0, torch.cuda.max_memory_allocated(device))
             if name != EXCHANGES:
                 check_shape(workload, output)
         workload.runtime.print(f"round {index + 1} of {options.rounds} done")
-    return samples
+    return {name: (samples[name], peaks[name]) for name in calls}
 
 
 def exchange_call(workload):
@@ -168,11 +181,12 @@ def exchange_call(workload):
     return exchange
 
 
-def _measurement(name, samples, options):
+def _measurement(name, ranks, options):
+    samples, peaks = (list(values) for values in zip(*ranks))
     statistics = record.slowest_rank(samples)
     median = statistics["p50_s"]
     layer = name != EXCHANGES
-    return {"samples_s": samples, "slowest_rank": statistics,
+    return {"samples_s": samples, "slowest_rank": statistics, "peak_memory_bytes": peaks,
             "tokens_per_s": record.tokens_per_second(options, len(samples), median) if layer else None,
             "forward_tflops": record.forward_tflops(options, median) if layer else None}
 
@@ -200,13 +214,14 @@ def table(result):
     width = max(18, *(len(name) + 2 for name in (*measurements, *result["failed"])))
     lines = [f"\n{result['pass']}, P={result['world_size']}, slowest-rank medians over {result['rounds']} rounds",
              f"{'mode':<{width}}{'median us':>12}{'speed-up':>10}{'hidden':>9}{'exposed us':>12}"
-             f"{'tokens/s':>12}{'TFLOP/s':>10}"]
+             f"{'tokens/s':>12}{'TFLOP/s':>10}{'peak MiB':>10}"]
     for mode, values in result["summary"].items():
         measured = measurements[mode]
         hidden, rate = values["hidden_fraction"], measured["forward_tflops"]
         lines.append(f"{mode:<{width}}{values['median_s'] * 1e6:>12.1f}{values['speedup_over_none']:>9.3f}x"
                      f"{'-' if hidden is None else format(hidden, '.1%'):>9}{values['exposed_s'] * 1e6:>12.1f}"
-                     f"{measured['tokens_per_s']:>12.4g}{'-' if rate is None else format(rate, '.3g'):>10}")
+                     f"{measured['tokens_per_s']:>12.4g}{'-' if rate is None else format(rate, '.3g'):>10}"
+                     f"{_mebibytes(measured['peak_memory_bytes']):>10}")
     lines += [f"{name:<{width}}{'failed':>12}  {problem}" for name, problem in result["failed"].items()]
     lines += [f"{name:<{width}}{value['slowest_rank']['p50_s'] * 1e6:>12.1f}" for name, value in measurements.items()
               if name not in result["summary"]]
@@ -217,6 +232,16 @@ def table(result):
     lines += [f"note: {mode} fell back to the with-sm transport here" for mode in fallbacks]
     lines.append("hidden = (T_none - T_mode) / T_exchanges, an estimate; exposed = T_mode - T_comp-only of none")
     return "\n".join(lines)
+
+
+def _fullest(before, measurements):
+    """Per rank the most bytes of the whole run; measuring resets the count of each mode."""
+    columns = [before, *(value["peak_memory_bytes"] for value in measurements.values())]
+    return [max(peak for peak in row if peak is not None) for row in zip(*columns)]
+
+
+def _mebibytes(peaks):
+    return "-" if None in peaks else f"{max(peaks) / 2**20:.0f}"
 
 
 if __name__ == "__main__":

@@ -59,6 +59,24 @@ def test_a_plugin_that_does_not_import_is_named():
     assert "A2A_FFN_KERNEL_PLUGIN='no_such_plugin' cannot be imported" in result.stderr
 
 
+def test_a_sweep_goes_on_where_it_stopped(tmp_path):
+    shapes, output = tmp_path / "shapes.json", tmp_path / "out"
+    flags = ["--modes", "none,kernel", "--shapes", str(shapes), "--output", str(output), "--full-batch-check",
+             "--no-compile", "--warmup", "1", "--num-tests", "4", "--rounds", "2", "--device", "cpu", "--no-l2-flush"]
+    shapes.write_text("[[2, 16, 128, 2]]")
+    assert launch("sweep.py", *flags).returncode == 0
+    first = (output / "2x16x128x2.json").read_text()
+    shapes.write_text("[[2, 16, 128, 2], [1, 16, 160, 2]]")
+    result = launch("sweep.py", *flags)
+    assert result.returncode == 0, result.stderr
+    assert "(1, 16, 160, 2)" in result.stdout and "geometric mean" in result.stdout
+    assert (output / "2x16x128x2.json").read_text() == first
+    summary = json.loads((output / "summary.json").read_text())
+    assert [row["equal"] for row in summary["modes"]["kernel"]["shapes"]] == [True, True]
+    shapes.write_text("[[2, 15, 150, 2]]")
+    assert "T a multiple of 2" in launch("sweep.py", *flags).stderr
+
+
 def test_comparison_measures_checks_and_records(tmp_path):
     file = tmp_path / "comparison.json"
     result = launch("compare.py", *SMALL, "--backward", "--check-correctness", "approx", "--full-batch-check",
