@@ -21,6 +21,7 @@ import os
 import re
 from dataclasses import dataclass
 
+from . import notice
 from .layout import require
 from .measure import Costs
 from .recipes import BIAS_FORMS, RECIPES
@@ -28,6 +29,7 @@ from .recipes import BIAS_FORMS, RECIPES
 
 PEERS = "peers"
 CUBLAS = "cublas"
+PREFIX, PLUGIN = "A2A_FFN_", "A2A_FFN_KERNEL_PLUGIN"
 VARIABLES = (
     "A2A_FFN_CHUNKS", "A2A_FFN_RECIPE", "A2A_FFN_BIAS", "A2A_FFN_GRADIENTS", "A2A_FFN_IN_FLIGHT",
     "A2A_FFN_RESERVED_SMS", "A2A_FFN_TRANSPORT", "A2A_FFN_GEMMS", "A2A_FFN_COSTS", "A2A_FFN_DISABLE_PASSES", "A2A_FFN_STRICT",
@@ -58,7 +60,10 @@ class Settings:
 
     @classmethod
     def from_environment(cls) -> Settings:
-        """Read and check the variables. Raises ValueError."""
+        """Read and check the variables. Raises ValueError; names that mean nothing are warned of once."""
+        unknown = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in (*VARIABLES, PLUGIN))
+        if unknown:
+            notice.warn_once(f"{', '.join(unknown)}: no such setting; there are {', '.join(VARIABLES)}")
         chunks, sizes = _chunks(os.environ.get("A2A_FFN_CHUNKS", ""))
         return cls(
             chunks=chunks,

@@ -35,8 +35,8 @@ def build_parser():
                         help="comma-separated modes, none among them, and variants of them as mode:variant. Of none "
                              "and kernel: inductor-reorder, inductor-overlap, inductor-overlap-nodeps (Inductor's own "
                              "passes instead of ours; not with --no-compile). Of kernel: naive (chunked, unscheduled), "
-                             "sequential (one chunk), chunks=4 or chunks=8+16+8. E.g. "
-                             "none,kernel,kernel:naive,none:inductor-reorder (default: %(default)s)")
+                             "sequential (one chunk), chunks=4 or chunks=8+16+8, peers, settings such as "
+                             "TRANSPORT=peers+CHUNKS=8/24. E.g. none,kernel,kernel:naive,none:inductor-reorder (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (default: %(default)s)")
     parser.add_argument("--own-comp-only", action="store_true",
                         help="also measure the kernel plugin's own comp-only path")

@@ -4,9 +4,15 @@
 #   default   the default workload with two ranks: all four modes interleaved, compiled and not, forward and backward
 #   overlap   NVLink: none against the default plan and four chunks; host shared memory: against Inductor's own passes
 #   peers     exchanges through the peers' memory beside NCCL's, compiled and not, forward and backward
+#   ablation  what each piece is worth: it switched off, beside the whole
+#   graphs    the same under CUDA graphs
+#   small     three small shapes, eager
+#   sweep     32 shapes, compiled and not; goes on where an earlier run with the same OUT stopped
+#   sanitizer memory errors and races of the kernels that run alone (needs compute-sanitizer)
 #   traces    what runs beside what, over both links
 #   tests     tests/gpu
-# $PYTHON (default python3) must hold torch, triton and numpy.
+#   stress    2,000 calls with other chunks, batch sizes and delays each, between buffers full of junk
+# $PYTHON (default python3) must hold torch, triton and numpy. A step is ended after $STEP_LIMIT seconds (default 400).
 set -uo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 out=$(mkdir -p "${1:?usage: gpu_suite.sh OUT [PART...]}" && cd "$1" && pwd)
@@ -19,11 +25,13 @@ failed=0
 step() { # name, command...
   local name=$1 begin=$SECONDS
   shift
-  if timeout 400 "$@" >"$out/$name.log" 2>&1; then echo "ok    $name ($((SECONDS - begin)) s)"
+  if timeout "${STEP_LIMIT:-400}" "$@" >"$out/$name.log" 2>&1; then echo "ok    $name ($((SECONDS - begin)) s)"
   else echo "FAIL  $name ($((SECONDS - begin)) s)"; tail -n 15 "$out/$name.log"; failed=1; fi
 }
 bench="bash $root/research_topic_2/scripts/run_prod_local.sh"
-compare="$python -m torch.distributed.run --standalone --nproc-per-node 2 $root/research_topic_2/compare.py"
+torchrun="$python -m torch.distributed.run --standalone --nproc-per-node 2"
+compare="$torchrun $root/research_topic_2/compare.py"
+sweep="$torchrun $root/research_topic_2/sweep.py"
 
 for part in $parts; do
   case $part in
@@ -57,8 +65,8 @@ for part in $parts; do
       done
       ;;
     peers)
-      modes=none,with-sm,sm-free,kernel,kernel:sequential,kernel:peers=1,kernel:peers=4+28,kernel:peers=8+24
-      common="--modes $modes --warmup 5 --num-tests 20 --rounds 4 --check-correctness approx"
+      modes=none,with-sm,sm-free,kernel,kernel:sequential,kernel:peers,kernel:peers=4+28,kernel:peers=8+24
+      common="--modes $modes --warmup 5 --num-tests 20 --rounds 4 --check-correctness approx --full-batch-check"
       for compile in "" --no-compile; do
         for pass in "" --backward; do
           name=peers${compile:+_eager}${pass:+_backward}
@@ -67,8 +75,52 @@ for part in $parts; do
         done
       done
       ;;
+    ablation)
+      peers=kernel:TRANSPORT=peers
+      modes=none,kernel:peers,kernel:sequential,kernel,$peers+CHUNKS=4,$peers+GEMMS=cublas,$peers+DISABLE_PASSES=reorder/pin-order
+      for compile in "" --no-compile; do
+        for pass in "" --backward; do
+          name=ablation${compile:+_eager}${pass:+_backward}
+          exact=${pass:+${compile:+,$peers+GRADIENTS=exact}}
+          common="--warmup 5 --num-tests 20 --rounds 4 $compile $pass"
+          step "$name" $compare --modes "$modes$exact" $common --json "$out/$name.json"
+          tail -n 11 "$out/$name.log"
+        done
+      done
+      ;;
+    graphs)
+      for compile in "" --no-compile; do
+        name=graphs${compile:+_eager}
+        common="--warmup 5 --num-tests 20 --rounds 4 --check-correctness approx --cuda-graph"
+        step "$name" $compare --modes none,kernel,kernel:peers $common $compile --json "$out/$name.json"
+        tail -n 7 "$out/$name.log"
+      done
+      ;;
+    small)
+      step small_eager $sweep --shapes "$root/reports/shapes/small_3.json" --modes none,kernel,kernel:peers \
+        --no-compile --full-batch-check --output "$out/small_eager"
+      grep -A 40 "T_none" "$out/small_eager.log"
+      ;;
+    sweep)
+      for compile in "" --no-compile; do
+        name=sweep${compile:+_eager}
+        step "$name" $sweep --shapes "$root/reports/shapes/held_out_32.json" --modes none,kernel:peers $compile \
+          --check-correctness approx --full-batch-check --output "$out/$name"
+        grep -A 40 "T_none" "$out/$name.log"
+      done
+      ;;
+    sanitizer)
+      small="2x3x132 or 2x7x390 or 1x2x256 or 3x37x390 or 2x8x9x80x10 or 5x2x2x96x36 or 2x5x40x72" # sanitizers are slow
+      for tool in memcheck racecheck; do
+        kernels="test_exact_gated_norm.py test_gated_norm_grad.py test_gemm_combine.py test_chunk_gemm_triton.py"
+        step "sanitizer_$tool" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $tool --error-exitcode 9 \
+          "$python" -m pytest -q -p no:cacheprovider -k "$small" \
+          $(printf "$root/tests/gpu/%s " $kernels)
+        grep -E "ERROR SUMMARY|RACECHECK SUMMARY|passed|failed" "$out/sanitizer_$tool.log"
+      done
+      ;;
     traces)
-      trace="$python -m torch.distributed.run --standalone --nproc-per-node 2 $root/scripts/trace_overlap.py --warmup 5"
+      trace="$torchrun $root/scripts/trace_overlap.py --warmup 5"
       for pass in "" --backward; do
         step "trace_nvlink${pass:+_backward}" $trace --modes kernel,kernel:chunks=4,kernel:naive $pass --output "$out/nvlink"
         step "trace_shm${pass:+_backward}" env NCCL_P2P_DISABLE=1 $trace $pass --output "$out/shm"
@@ -76,6 +128,7 @@ for part in $parts; do
       grep -h ^rank "$out"/*/*.trace.txt
       ;;
     tests) step tests_gpu "$python" -m pytest -q -p no:cacheprovider "$root/tests/gpu" ;;
+    stress) step stress "$python" -m pytest -q -p no:cacheprovider -m slow "$root/tests/gpu/test_peers.py" ;;
     *) echo "unknown part $part" >&2; exit 2 ;;
   esac
 done

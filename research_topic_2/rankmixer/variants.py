@@ -5,6 +5,8 @@
     ``sequential``           kernel         the same layer as one chunk, so that nothing can overlap
     ``chunks=4``             kernel         that many chunks along L; ``chunks=8+16+8`` are their sizes
     ``peers``                kernel         through the peers' memory; ``peers=4+28`` with these chunks
+    ``NAME=VALUE``           kernel         the plugin's setting ``A2A_FFN_NAME``; several joined by +, / for a comma:
+                                            ``kernel:TRANSPORT=peers+CHUNKS=8/24``
     ``inductor-reorder``     none, kernel   Inductor's reordering of collectives, with the version's strongest passes
     ``inductor-overlap``     none, kernel   Inductor's overlap scheduling of the FX graph, with measured collectives
     ``inductor-overlap-nodeps``             the same without the dependencies that keep its order (none, kernel)
@@ -18,11 +20,14 @@ A kernel variant is strict (``A2A_FFN_STRICT=1``): where the plugin would let th
 
 import functools
 import os
+import re
 from dataclasses import dataclass, field
 
 SEPARATOR = ":"
 CHUNKS, PEERS = "chunks=", "peers="
-VARIANTS = ("naive", "sequential", CHUNKS + "N", "peers", PEERS + "N", "inductor-reorder", "inductor-overlap", "inductor-overlap-nodeps")
+VARIANTS = ("naive", "sequential", CHUNKS + "N", "peers", PEERS + "N", "NAME=VALUE", "inductor-reorder",
+            "inductor-overlap", "inductor-overlap-nodeps")
+_SETTINGS = re.compile(r"[A-Z_]+=[^+=]*(\+[A-Z_]+=[^+=]*)*")
 _NAIVE = {"A2A_FFN_DISABLE_PASSES": "inplace-gradients,pin-order,reorder,reserve-sms,share-kernels",
           "A2A_FFN_RESERVED_SMS": "0"}
 _REORDER_PASSES = ("reorder_communication_preserving_peak_memory", "sink_waits_iterative",
@@ -85,7 +90,8 @@ def parse(name):
     if not separator:
         return Variant(name, mode)
     inductor = variant in VARIANTS and variant.startswith("inductor-")
-    if not inductor and variant not in ("naive", "sequential", "peers") and not variant.startswith((CHUNKS, PEERS)):
+    ours = variant in ("naive", "sequential", "peers") or variant.startswith((CHUNKS, PEERS))
+    if not inductor and not ours and not _SETTINGS.fullmatch(variant):
         raise ValueError(f"modes: {name!r}: {variant!r} is not a variant; allowed are {', '.join(VARIANTS)}")
     if mode != "kernel" and not (inductor and mode == "none"):
         raise ValueError(f"modes: {name!r}: {variant} is a variant of {'none and kernel' if inductor else 'kernel'}")
@@ -106,6 +112,9 @@ def _layer_settings(name, variant):
         return _NAIVE
     if variant == "sequential":
         return {"A2A_FFN_CHUNKS": "1"}
+    if _SETTINGS.fullmatch(variant):
+        pairs = (setting.split("=") for setting in variant.split("+"))
+        return {f"A2A_FFN_{setting}": value.replace("/", ",") for setting, value in pairs}
     transport = {"A2A_FFN_TRANSPORT": "peers"} if variant.startswith("peers") else {}
     if variant == "peers":
         return transport

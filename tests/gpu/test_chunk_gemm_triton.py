@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 SHAPES = [(4, 1024, 1280, 15360), (8, 8, 128, 512), (2, 256, 1280, 5120), (3, 37, 390, 2340), (2, 5, 40, 72)]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_close_to_cublas_and_equal_where_it_is_used(shape, dtype, transposed):

@@ -33,7 +33,7 @@ def _eager(z, bias, norms):
     return F.layer_norm(u, hidden, norms[0], norms[1]) * F.silu(F.layer_norm(g, hidden, norms[2], norms[3]))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("scale", [0.01, 1.0, 300.0])

@@ -21,7 +21,7 @@ def _expected(grad, z, bias, norms):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("shape", [(1, 2, 256), (3, 37, 390), (2, 130, 1000), (2, 64, 7680)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 2, 256), (3, 37, 390), (2, 130, 1000), (2, 64, 7680)], ids=lambda shape: "x".join(map(str, shape)))
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_every_gradient(dtype, shape, with_bias):
     torch.manual_seed(0)

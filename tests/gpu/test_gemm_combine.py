@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 SHAPES = [(4, 2, 512, 7680, 1280), (3, 2, 20, 768, 128), (2, 4, 33, 208, 100), (5, 2, 2, 96, 36), (2, 8, 9, 80, 10)]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("form", [kernel.NO_BIAS, kernel.ADD, kernel.BADDBMM])

@@ -71,6 +71,27 @@ def _stress(rank, calls):
     return mismatches
 
 
-@pytest.mark.parametrize("calls", [40 if SHARED else 500])
+@pytest.mark.parametrize("calls", [40 if SHARED else 500, pytest.param(2000, marks=pytest.mark.slow)])
 def test_rows_arrive_under_delays(calls, tmp_path):
     assert run_on_ranks(functools.partial(_stress, calls=calls), P, tmp_path, start=start) == [0, 0]
+
+
+def _opchecks(rank):
+    """In step on all ranks. A first chunk only: a signal that is raised twice waits until it has been taken."""
+    group = dist.group.WORLD
+    peers.make_room(group, P, 1 << 20, torch.device("cuda", torch.cuda.current_device()))
+    alias = ALIAS.format(group.group_name)
+    source, weights = _draw(rank, 3, P, 4, WIDTH), _draw(9, 4, WIDTH, WIDTH)
+    token = peers.peer_put(source, 0, 0, 4, P, alias)
+    arrived = peers.peer_take(token, source, 0, 0, 4, P, True, alias)
+    stored = peers.peer_gemm(arrived.transpose(0, 1), weights, weights[:, 0], gemm_combine.ADD, 0, 4, P, alias)
+    torch.library.opcheck(peers.peer_put, (source, 0, 0, 4, P, alias))
+    torch.library.opcheck(peers.peer_take, (token, source, 0, 0, 4, P, True, alias))
+    arguments = (arrived.transpose(0, 1), weights, weights[:, 0], gemm_combine.ADD, 0, 4, P, alias)
+    torch.library.opcheck(peers.peer_gemm, arguments)
+    torch.library.opcheck(peers.peer_finish, ([stored], 3, 4, WIDTH, P, alias))
+    return True
+
+
+def test_operators_keep_the_rules(tmp_path):
+    assert run_on_ranks(_opchecks, P, tmp_path, start=start) == [True, True]

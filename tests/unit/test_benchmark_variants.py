@@ -27,6 +27,7 @@ def test_a_mode_by_itself_changes_nothing():
     ("kernel:chunks=2+14", "A2A_FFN_CHUNKS", "2,14"), ("kernel:peers", "A2A_FFN_TRANSPORT", "peers"),
     ("kernel:peers=4+28", "A2A_FFN_TRANSPORT", "peers"), ("kernel:peers=4+28", "A2A_FFN_CHUNKS", "4,28"),
     ("kernel:inductor-reorder", "A2A_FFN_DISABLE_PASSES", NAIVE),
+    ("kernel:TRANSPORT=peers+CHUNKS=8/24", "A2A_FFN_CHUNKS", "8,24"), ("kernel:GEMMS=cublas", "A2A_FFN_GEMMS", "cublas"),
 ])
 def test_kernel_variants_are_strict_settings_of_the_layer(monkeypatch, name, variable, value):
     from compile_overlap.config import Settings
@@ -49,7 +50,8 @@ def test_variants_of_none_leave_the_environment_alone():
     ("none:naive", "is a variant of kernel"), ("with-sm:inductor-reorder", "is a variant of none and kernel"),
     ("none:chunks=4", "is a variant of kernel"), ("kernel:chunks=", "positive count"),
     ("kernel:peers=", "positive count"), ("none:peers", "is a variant of kernel"),
-    ("kernel:chunks=0", "positive count"), ("kernel:chunks=4,4", "positive count"),
+    ("kernel:CHUNKS", "is not a variant"), ("kernel:CHUNKS=4+", "is not a variant"),
+    ("none:GEMMS=cublas", "is a variant of kernel"), ("kernel:chunks=0", "positive count"), ("kernel:chunks=4,4", "positive count"),
 ])
 def test_parse_refuses(name, message):
     with pytest.raises(ValueError, match=message):

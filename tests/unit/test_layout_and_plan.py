@@ -108,6 +108,12 @@ def test_bad_settings_are_named(monkeypatch, ffn, name, value):
         compile_overlap.forward_ffn(ffn, torch.zeros(2, 4, 16))
 
 
+def test_a_setting_that_does_not_exist_is_warned_of(monkeypatch, caplog):
+    monkeypatch.setenv("A2A_FFN_CHUNK", "4")
+    assert Settings.from_environment() == Settings.from_environment()
+    assert caplog.text.count("A2A_FFN_CHUNK: no such setting") == 1
+
+
 @pytest.mark.parametrize("bias", ["add", "baddbmm"])
 @pytest.mark.parametrize("compiled_core", [False, True])
 def test_the_reference_s_bias_form_is_observed(bias, compiled_core):

@@ -1,0 +1,53 @@
+"""The operators of the exchange through the peers' memory keep PyTorch's rules, and their fake kernels tell the truth."""
+
+import peers_by_gloo
+import pytest
+import torch
+from test_overlap_order import fake_ranks
+
+from compile_overlap import peers
+from compile_overlap.kernels import gemm_combine
+
+P, WIDTH, TOKENS, BATCH = 2, 16, 4, 3
+ALIAS = "compile_overlap[4 r1 a2 b1 s0 peers]:0"
+
+
+class _Kept(dict):
+    """What was put stays, so that an operator can be called again."""
+
+    def __contains__(self, key):
+        return False
+
+    def pop(self, key):
+        return self[key]
+
+
+class _OneChunk(list):
+    """As if nothing but the first chunk had been stored since."""
+
+    def __len__(self):
+        return 1
+
+    def __iter__(self):
+        yield self[0]
+
+    def clear(self):
+        pass
+
+
+@pytest.mark.parametrize("form", [gemm_combine.NO_BIAS, gemm_combine.ADD, gemm_combine.BADDBMM])
+def test_opcheck(monkeypatch, form):
+    monkeypatch.setattr(peers_by_gloo, "_exchange", torch.clone)
+    monkeypatch.setattr(peers_by_gloo, "_sent", _Kept())
+    monkeypatch.setattr(peers_by_gloo, "_stored", _OneChunk())
+    source, weights = torch.randn(BATCH, P, TOKENS, WIDTH), torch.randn(TOKENS, WIDTH, WIDTH)
+    bias = weights[:, 0] if form else None
+    with fake_ranks(P):
+        token = peers.peer_put(source, 0, 0, TOKENS, P, ALIAS)
+        arrived = peers.peer_take(token, source, 0, 0, TOKENS, P, True, ALIAS)
+        product = arrived.transpose(0, 1), weights, bias, form, 0, TOKENS, P, ALIAS
+        stored = peers.peer_gemm(*product)
+        torch.library.opcheck(peers.peer_put, (source, 0, 0, TOKENS, P, ALIAS))
+        torch.library.opcheck(peers.peer_take, (token, source, 0, 0, TOKENS, P, True, ALIAS))
+        torch.library.opcheck(peers.peer_gemm, product)
+        torch.library.opcheck(peers.peer_finish, ([stored], BATCH, TOKENS, WIDTH, P, ALIAS))
