@@ -8,7 +8,7 @@ from compile_overlap import group as groups
 from compile_overlap.layout import Layout
 from compile_overlap.schedule import BACKWARD, FORWARD
 
-LAYOUT = Layout(2, 4, 8, 16, 32)
+LAYOUT = Layout(2, 512, 8, 1280, 2560)
 
 
 def _agreed(rank):
@@ -35,11 +35,12 @@ def _agreed(rank):
             (torch.float16, True, "add"),
         )
     ]
+    assert gemms.agreed(None, Layout(2, 4, 8, 128, 256), (1, 3), torch.bfloat16, cuda, True, "add") == ()
     return found, measured[:4] if rank == 0 else None
 
 
 def test_the_slowest_rank_decides(tmp_path):
     (found, measured), (other, _) = run_on_ranks(_agreed, 2, tmp_path)
     assert found == other == [(BACKWARD,), (BACKWARD,), (), (BACKWARD,), ()]
-    assert {shape[1:] for shape in measured} == {(8, 16, 64, False), (8, 16, 32, True)}
+    assert {shape[1:] for shape in measured} == {(1024, 1280, 5120, False), (1024, 1280, 2560, True)}
     assert FORWARD not in sum(found, ())
