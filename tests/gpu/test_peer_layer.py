@@ -1,6 +1,6 @@
 """The whole layer through the peers' memory equals the sequential reference, forward bit for bit, and trains.
 
-Ranks as in `test_peers`: on two GPUs with NCCL, or sharing one with gloo.
+Ranks have GPUs of their own or share them, as in `test_peers`.
 """
 
 import functools
@@ -12,22 +12,22 @@ import torch.distributed as dist
 from archive_double import ArchiveBlock, ArchiveFFN
 from gradients import outputs_and_gradients, worst_relative
 from ranks import run_on_ranks
-from test_peers import P, pytestmark, start  # noqa: F401  the same machines
+from test_peers import GPUS, SHARING, pytestmark, start  # noqa: F401  the same machines
 
 CASES = [((4, 16, 128, 2), "1"), ((16, 8, 96, 3), "2"), ((64, 16, 640, 2), "2,6")]
 
 
-def _layers(rank, block):
+def _layers(rank, ranks, cases, block):
     device = torch.device("cuda", torch.cuda.current_device())
     os.environ.update(A2A_FFN_STRICT="1", A2A_FFN_KERNEL_PLUGIN="compile_overlap", A2A_FFN_TRANSPORT="peers")
     import passes
 
     results = []
-    for (B, T, D, k), chunks in CASES:
+    for (B, T, D, k), chunks in cases:
         os.environ["A2A_FFN_CHUNKS"] = chunks
         torch._dynamo.reset()
         torch.manual_seed(3 + rank)
-        ffn = ArchiveFFN(T, D, k, group=dist.group.WORLD, size=P, index=rank).to(device, torch.bfloat16)
+        ffn = ArchiveFFN(T, D, k, group=dist.group.WORLD, size=ranks, index=rank).to(device, torch.bfloat16)
         model = ArchiveBlock(ffn, T, D, pre=True).to(device, torch.bfloat16) if block else ffn
         x, upstream = (torch.randn(B, T, D, device=device, dtype=torch.bfloat16) for _ in range(2))
 
@@ -47,9 +47,14 @@ def _layers(rank, block):
     return results
 
 
-@pytest.mark.parametrize("block", [False, True], ids=["eager", "compiled"])
-def test_equals_none(block, tmp_path):
-    for results in run_on_ranks(functools.partial(_layers, block=block), P, tmp_path, start=start):
+@pytest.mark.parametrize(
+    "ranks, cases, block", [(2, CASES, False), (2, CASES, True), (4, CASES[:2], False), (8, CASES[:1], False)]
+)
+def test_equals_none(ranks, cases, block, tmp_path):
+    if ranks > GPUS and not SHARING:
+        pytest.skip("this torch has no symmetric memory for ranks that share a GPU")
+    job = functools.partial(_layers, ranks=ranks, cases=cases, block=block)
+    for results in run_on_ranks(job, ranks, tmp_path, start=start):
         for equal, inferred, lowered, worst in results:
             assert equal and inferred
             assert lowered == 3  # forward, backward, and the forward without gradients

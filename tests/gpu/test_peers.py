@@ -1,6 +1,6 @@
 """The peers' operators on GPUs: rows arrive where they belong, also when ranks run late and buffers are full of junk.
 
-Two ranks, on two GPUs with NCCL, or sharing one GPU with gloo where the torch version allows it (2.11).
+Ranks have a GPU each, with NCCL, or share GPUs, with gloo, where the torch version allows it (2.11).
 """
 
 import functools
@@ -15,10 +15,11 @@ from compile_overlap import peers
 from compile_overlap.kernels import gemm_combine
 
 GPUS = torch.cuda.device_count()
-SHARED = GPUS == 1 and not torch.__version__.startswith(("2.6.", "2.7."))
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2 and not SHARED, reason="needs two CUDA devices")]
+SHARING = GPUS > 0 and not torch.__version__.startswith(("2.6.", "2.7."))
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2 and not SHARING, reason="needs two CUDA devices")]
 
 P, WIDTH = 2, 64
+SHARED = GPUS < P
 ALIAS = "compile_overlap[2,2 r1 a2 b1 s0 peers]:{}"
 
 
@@ -26,9 +27,8 @@ def start(rank, ranks, folder):
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     device = torch.device("cuda", rank % GPUS)
     torch.cuda.set_device(device)
-    store = f"file://{folder}/store"
-    extra = {} if SHARED else {"device_id": device}
-    dist.init_process_group("gloo" if SHARED else "nccl", init_method=store, rank=rank, world_size=ranks, **extra)
+    backend = {"backend": "gloo"} if ranks > GPUS else {"backend": "nccl", "device_id": device}
+    dist.init_process_group(**backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
 
 
 def _draw(seed, *size):
