@@ -1,0 +1,61 @@
+"""The exchange through the peers' memory as it runs on GPUs, between processes that map each other's buffers."""
+
+import functools
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_on_ranks
+
+WIDTH = 24
+
+
+def _calls(rank, ranks, folder):
+    import symmetric_on_cpu
+
+    from compile_overlap import peers
+    from compile_overlap.kernels import gemm_combine
+
+    assert os.environ["TRITON_INTERPRET"] == "1"
+    symmetric_on_cpu.install(folder)
+    group, cpu = dist.group.WORLD, torch.device("cpu")
+    assert peers.obstacle(None, ranks, cpu, torch.float16) is None
+    alias = f"compile_overlap[2 r1 a2 b1 s0 peers]:{group.group_name}"
+    wrong = []
+    for call, (batch, sizes, keep) in enumerate([(3, (4,), False), (2, (1, 3), True), (5, (2, 1, 1), False), (1, (4,), True)]):
+        tokens = sum(sizes)
+        assert peers.make_room(None, ranks, batch * ranks * tokens * WIDTH * 2, cpu) is None
+
+        def draw(seed, *shape, call=call):
+            return torch.randn(shape, generator=torch.Generator().manual_seed(100 * call + seed)).half()
+
+        inputs = [draw(each, batch, ranks, tokens, WIDTH) for each in range(ranks)]
+        weights = [draw(10 + each, tokens, WIDTH, WIDTH) for each in range(ranks)]
+        borders = [sum(sizes[:index]) for index in range(len(sizes))]
+        chunks = list(enumerate(zip(borders, sizes)))
+        puts = [peers.peer_put(inputs[rank], index, first, size, ranks, alias) for index, (first, size) in chunks]
+        stored, arrived = [], []
+        for index, (first, size) in chunks:
+            rows = peers.peer_take(puts[index], inputs[rank], index, first, size, ranks, keep, alias)
+            arrived.append(rows.clone())
+            part = weights[rank][first : first + size]
+            product = rows.transpose(0, 1), part, part[:, 0], gemm_combine.ADD, first, tokens, ranks, alias
+            stored.append(peers.peer_gemm(*product))
+        results = peers.peer_finish(stored, batch, tokens, WIDTH, ranks, alias)
+        expected_rows = torch.cat([each[:, rank] for each in inputs])
+        wrong.append(not torch.equal(torch.cat(arrived, 1), expected_rows))
+        for owner in range(ranks):
+            rows = inputs[rank][:, owner].transpose(0, 1)
+            expected = torch.bmm(rows.float(), weights[owner].float()).half() + weights[owner][:, :1]
+            wrong.append(not torch.allclose(results[:, owner].transpose(0, 1), expected, rtol=4e-3, atol=4e-2))
+        peers.room(alias).results.fill_(255)  # what no rank stores again stays NaN
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_rows_reach_their_owners_and_come_back(ranks, monkeypatch, tmp_path):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # Triton reads it when it is imported
+    for wrong in run_on_ranks(functools.partial(_calls, ranks=ranks, folder=str(tmp_path)), ranks, tmp_path, limit_s=200):
+        assert not any(wrong)
