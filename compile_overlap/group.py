@@ -27,15 +27,18 @@ def overlap_alias(group: Any, plan: Plan) -> str:
     return name
 
 
-def same_on_all_ranks(group: Any, size: int, device: torch.device, value: Any) -> bool:
-    """Whether `repr(value)` is the same on every rank of the group: one small all-gather; True for a group of one."""
-    if size == 1:
-        return True
+def gathered(group: Any, size: int, device: torch.device, value: Any) -> list[int]:
+    """A digest of each rank's `repr(value)`, in the order of the group: one small all-gather."""
     digest = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
     mine = torch.tensor([digest], dtype=torch.int64, device=device)
-    gathered = mine.repeat(size)
-    dist.all_gather_into_tensor(gathered, mine, group=group)
-    return bool((gathered == mine).all())
+    found = mine.repeat(size)
+    dist.all_gather_into_tensor(found, mine, group=group)
+    return found.tolist()
+
+
+def same_on_all_ranks(group: Any, size: int, device: torch.device, value: Any) -> bool:
+    """Whether `repr(value)` is the same on every rank of the group: one small all-gather; True for a group of one."""
+    return size == 1 or len(set(gathered(group, size, device, value))) == 1
 
 
 def attempt(group: Any, size: int, device: torch.device, call: Callable[[], Any]) -> tuple[Any, str | None]:

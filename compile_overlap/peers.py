@@ -1,6 +1,6 @@
 """Exchanges between GPUs that see each other's memory: no collective, no pack, no unpack, few launches.
 
-Every rank of a group keeps two symmetric buffers (`Room`): an inbox, into which its peers put the rows that they
+Every rank of a group keeps two symmetric buffers (`rooms.Room`): an inbox, into which its peers put the rows that they
 dispatch, and its results, into which their GEMMs store the rows that they combine (`kernels.gemm_combine`).
 
     peer_put      my tokens of a chunk, straight from [B,T,D] into each inbox [P*B,l,D]
@@ -10,7 +10,7 @@ dispatch, and its results, into which their GEMMs store the rows that they combi
 
 The first chunk, which nothing hides, is stored by a kernel (`kernels.store_rows`) on the stream of the computation, and
 all ranks wait for each other. The later ones are put by copy engines beside the computation, which keeps its SMs, with a
-signal to each owner.
+signal to each owner. Rows for ranks on other hosts, and from them, travel by the group's collectives meanwhile.
 
 When a buffer may be written again, for calls of a layer one after the other on all ranks:
 
@@ -30,123 +30,17 @@ Operators carry the layer's alias of its group (`passes.graphs`), by which they 
 from __future__ import annotations
 
 import ctypes
-import datetime
 import functools
-import socket
-import weakref
-from typing import Any, Callable, Sequence
+from typing import Callable, Sequence
 
 import torch
-import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric_memory
 
-from . import compat
-from . import group as groups
 from .kernels import gemm_combine, loaded_library
 from .kernels.store_rows import store_rows
 from .operators import fake_of, operator
+from .rooms import room
 
 _DEVICE_TO_DEVICE = 3  # cudaMemcpyDeviceToDevice
-_SMALLEST = 1 << 20
-RENDEZVOUS_S = 60
-
-
-class Room:
-    """The symmetric buffers of one group: bytes [nbytes], one for each rank's inbox and one for its results."""
-
-    def __init__(self, buffers: list[torch.Tensor], handles: list[Any]):
-        self.inbox, self.results = buffers
-        self.inbox_handle, self.results_handle = handles
-        self.nbytes, device = self.inbox.numel(), self.inbox.device
-        self.rank, self.size = self.inbox_handle.rank, self.inbox_handle.world_size
-        self.inboxes = list(self.inbox_handle.buffer_ptrs)
-        self.inbox_addresses, self.result_addresses = (
-            torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=device) for handle in handles
-        )
-        self.sending = torch.cuda.Stream(device)
-        self.sent: dict[int, torch.cuda.Event] = {}
-        self.free = torch.cuda.Event()
-
-    def peers(self) -> list[int]:
-        """The other ranks, beginning with the next one, so that not all send to one at once."""
-        return [(self.rank + step) % self.size for step in range(1, self.size)]
-
-
-# By name, as operators find them; a name may be given to another group later, whose rooms are its own.
-_ROOMS: dict[str, tuple[weakref.ref, list[Room]]] = {}
-
-
-def room(alias: str) -> Room:
-    """The newest room of the group that an alias names."""
-    return _ROOMS[alias.split("]:", 1)[1]][1][-1]
-
-
-def make_room(group: Any, P: int, nbytes: int, device: torch.device) -> str | None:
-    """Make sure that the group has buffers of `nbytes`; all its P ranks call this alike. Returns why it cannot, or None.
-
-    Sizes double, and the smaller ones are kept (a captured CUDA graph may use them): in all at most twice the largest.
-    A rank that fails keeps none of the others for longer than `RENDEZVOUS_S`.
-    """
-    group = dist.group.WORLD if group is None else group
-    owner, rooms = _ROOMS.get(group.group_name, (None, []))
-    if owner is None or owner() is not group:
-        rooms = []
-        _ROOMS[group.group_name] = weakref.ref(group), rooms
-    if rooms and rooms[-1].nbytes >= nbytes:
-        return None
-    size = max(_SMALLEST, 1 << (nbytes - 1).bit_length())
-    buffers, failure = groups.attempt(group, P, device, lambda: [_allocate(size, device) for _ in range(2)])
-    handles = []
-    for buffer in buffers or ():
-        handle, failure = groups.attempt(group, P, device, lambda buffer=buffer: _rendezvous(buffer, group))
-        if failure is not None:
-            break
-        handles.append(handle)
-    if failure is not None:
-        return f"no symmetric memory of {size} bytes: {failure}"
-    rooms.append(Room(buffers, handles))
-    return None
-
-
-def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
-    return symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
-
-
-def _rendezvous(buffer: torch.Tensor, group: Any) -> Any:
-    """The handle by which all ranks of the group address each other's buffers; all of them call this."""
-    store = compat.symmetric_memory_store(group)
-    usual = store.timeout
-    store.set_timeout(datetime.timedelta(seconds=RENDEZVOUS_S))
-    try:
-        return symmetric_memory.rendezvous(buffer, group.group_name)
-    finally:
-        store.set_timeout(usual)
-
-
-def obstacle(group: Any, P: int, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why this group cannot exchange through its members' memory, or None; agreed by all its ranks, which all ask."""
-    mine = _own_obstacle(device, dtype)
-    same_host = groups.same_on_all_ranks(group, P, device, socket.gethostname())
-    if not same_host:
-        return "the ranks are on several hosts"
-    if not groups.all_ranks(group, P, device, mine is None):
-        return mine or "another rank cannot"
-    return None
-
-
-def _own_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
-    if device.type != "cuda" or torch.version.cuda is None:
-        return "no CUDA device"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"{dtype} has no kernel"
-    if gemm_combine.triton is None:
-        return "Triton is not installed"
-    if torch.cuda.get_device_capability(device) < (9, 0):
-        return "the kernels need compute capability 9.0"
-    others = (index for index in range(torch.cuda.device_count()) if index != device.index)
-    if not all(torch.cuda.can_device_access_peer(device.index, other) for other in others):
-        return "the GPUs cannot read each other's memory"
-    return None
 
 
 @functools.lru_cache(maxsize=None)
@@ -173,9 +67,11 @@ def peer_put(source: torch.Tensor, chunk: int, first: int, length: int, P: int, 
     """
     here = room(alias)
     current = torch.cuda.current_stream(source.device)
+    if chunk == 0 and not torch.cuda.is_current_stream_capturing():
+        current.wait_event(here.free)
+    if here.away is not None:
+        here.away.start(("in", chunk), source[:, here.away.index, first : first + length])
     if chunk == 0:
-        if not torch.cuda.is_current_stream_capturing():
-            current.wait_event(here.free)
         store_rows(source, here.inbox_addresses, first, length, here.rank)
         return source.new_empty(0)
     batch, _, tokens, width = source.shape
@@ -183,12 +79,12 @@ def peer_put(source: torch.Tensor, chunk: int, first: int, length: int, P: int, 
     piece, pitch = length * width * size, P * tokens * width * size
     here.sending.wait_stream(current)
     with torch.cuda.stream(here.sending):
-        for peer in (*here.peers(), here.rank):
+        for peer, place in (*here.others, (here.rank, None)):
             to = here.inboxes[peer] + (P * first * width * size + here.rank * piece) * batch
             begin = source.data_ptr() + (peer * tokens + first) * width * size
             _copy_rows(to, begin, piece, pitch, batch, here.sending)
-            if peer != here.rank:
-                here.inbox_handle.put_signal(peer, channel=chunk)
+            if place is not None:
+                here.inbox_handle.put_signal(place, channel=chunk)
     here.sent.setdefault(chunk, torch.cuda.Event()).record(here.sending)
     return source.new_empty(0)
 
@@ -212,11 +108,13 @@ def peer_take(
         here.inbox_handle.barrier(channel=0)
     else:
         torch.cuda.current_stream(source.device).wait_event(here.sent[chunk])
-        for peer in here.peers():
-            here.inbox_handle.wait_signal(peer, channel=chunk)
+        for _, place in here.others:
+            here.inbox_handle.wait_signal(place, channel=chunk)
     rows = P * batch
     begin, count = rows * first * width, rows * length * width
     arrived = here.inbox.view(source.dtype)[begin : begin + count].view(rows, length, width)
+    if here.away is not None:
+        arrived.view(P, batch, length, width).index_copy_(0, here.away.index, here.away.wait(("in", chunk)))
     return arrived.clone() if keep else arrived
 
 
@@ -241,10 +139,12 @@ def peer_gemm(
     The result holds nothing; `peer_finish` needs it.
     """
     here = room(alias)
-    batch = left.shape[1] // P
-    gemm_combine.gemm_combine(
-        left, right, bias, here.result_addresses, batch, P * tokens, here.rank * tokens + first, bias_form
-    )
+    batch, width = left.shape[1] // P, right.shape[2]
+    addresses = here.result_addresses(tokens * width * left.element_size())
+    gemm_combine.gemm_combine(left, right, bias, addresses, batch, P * tokens, here.rank * tokens + first, bias_form)
+    if here.away is not None:
+        rows = here.outbox.view(left.dtype)[: batch * P * tokens * width].view(batch, P, tokens, width)
+        here.away.start(("out", first), rows[:, here.away.index, first : first + left.shape[0]])
     return left.new_empty(0)
 
 
@@ -260,6 +160,9 @@ def peer_finish(stored: Sequence[torch.Tensor], batch: int, tokens: int, width: 
     here.results_handle.barrier(channel=0)
     count = batch * P * tokens * width
     results = here.results.view(stored[0].dtype)[:count].view(batch, P, tokens, width).clone()
+    for key in [key for key in here.away.travelling if key[0] == "out"] if here.away else ():
+        rows = here.away.wait(key)
+        results[:, here.away.index, key[1] : key[1] + rows.shape[2]] = rows.transpose(0, 1)
     if not torch.cuda.is_current_stream_capturing():
         here.free.record(torch.cuda.current_stream(results.device))
     return results
@@ -283,8 +186,3 @@ def register_lowering() -> None:
         arrived = call(*args)
         V.graph.never_reuse_buffers.add(arrived.get_name())
         return arrived
-
-
-def reset() -> None:
-    """Forget all buffers; nothing may use them any more."""
-    _ROOMS.clear()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from . import group as groups
-from . import gemms, measure, notice, peers, plan
+from . import gemms, measure, notice, plan, rooms
 from .config import CUBLAS, PEERS, Settings
 from .kernels import gemm_combine
 from .layout import Layout
@@ -34,11 +34,23 @@ def plan_for(
 
 def _exchanging(group, rank, layout, dtype, device, training, bias, settings) -> Plan:
     if settings.transport == PEERS and layout.P > 1:
-        chosen = plan.peer_plan(layout, dtype.itemsize, device.type, settings)
+        chosen = _by_peers(group, layout, dtype, device, training, settings)
         reason = _obstacle(group, layout, dtype, device, training, bias, chosen.sizes)
         if reason is None:
             return chosen
         notice.fall_back(reason, strict=settings.strict, rank=rank)
+    return _by_collectives(group, layout, dtype, device, training, settings)
+
+
+def _by_peers(group, layout, dtype, device, training, settings) -> Plan:
+    """On one host a plan for it; where a part goes through collectives, these are what there is to hide."""
+    if len(rooms.domain_of(group, layout.P, device)) == layout.P:
+        return plan.peer_plan(layout, dtype.itemsize, device.type, settings)
+    chosen = _by_collectives(group, layout, dtype, device, training, settings)
+    return replace(chosen, peers=True, reserved_sms=0)
+
+
+def _by_collectives(group, layout, dtype, device, training, settings) -> Plan:
     costs = settings.costs or measure.costs_of(group, layout.P, device, dtype)
     return plan.make_plan(layout, dtype.itemsize, device.type, training, settings, costs)
 
@@ -51,12 +63,12 @@ def _obstacle(group, layout: Layout, dtype, device, training: bool, bias: str, s
     decided = _DECIDED.setdefault(dist.group.WORLD if group is None else group, {})
     key = (layout, dtype, device, training, bias, sizes)
     if key not in decided:
-        reason = peers.obstacle(group, layout.P, device, dtype)
+        reason = rooms.obstacle(group, layout.P, device, dtype)
         if reason is None:
             shapes = _gemms(layout, training, bias, sizes)
             _, reason = groups.attempt(group, layout.P, device, lambda: _check(shapes, dtype, device))
         if reason is None:
-            reason = peers.make_room(group, layout.P, layout.B * layout.T * layout.D * dtype.itemsize, device)
+            reason = rooms.make_room(group, layout.P, layout.B * layout.T * layout.D * dtype.itemsize, device)
         decided[key] = reason
     return decided[key]
 
@@ -81,4 +93,4 @@ def reset() -> None:
     """Forget what was decided and measured, and the buffers."""
     _DECIDED.clear()
     gemms.reset()
-    peers.reset()
+    rooms.reset()

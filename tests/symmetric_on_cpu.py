@@ -1,6 +1,6 @@
 """Symmetric memory between processes on CPU: files that every rank maps, with flags that ranks raise for each other.
 
-`install(folder)` puts it under `compile_overlap.peers`, whose code then runs as on GPUs: real addresses of other ranks'
+`install(folder)` puts it under `compile_overlap.rooms` and `peers`, whose code then runs as on GPUs: real addresses of other ranks'
 buffers, kernels by Triton's interpreter (`TRITON_INTERPRET=1` before Triton is imported), copies by memmove, streams that
 run everything at once.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from compile_overlap import peers
+from compile_overlap import peers, rooms
 from compile_overlap.kernels import gemm_combine
 
 CHANNELS, MOST_RANKS = 16, 16
@@ -102,8 +102,8 @@ def _memcpy_2d(to, to_pitch, source, pitch, width, rows, kind, stream):
 def install(folder) -> None:
     """For good, in this process."""
     files = _Files(folder)
-    peers.symmetric_memory.empty, peers.symmetric_memory.rendezvous = files.empty, files.rendezvous
-    peers._own_obstacle = lambda *_: None
+    rooms.symmetric_memory.empty, rooms.symmetric_memory.rendezvous = files.empty, files.rendezvous
+    rooms._own_obstacle = lambda *_: None
     peers._memcpy_2d = lambda: _memcpy_2d
     gemm_combine.sm_count = lambda device: 2
     gemm_combine.TensorDescriptor = None

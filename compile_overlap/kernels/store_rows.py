@@ -21,7 +21,8 @@ _BLOCK, _WARPS = 2048, 4
 
 
 def store_rows(source: torch.Tensor, addresses: torch.Tensor, first: int, length: int, rank: int) -> None:
-    """Store tokens `first`..`first`+`length` of `source` [B,P,L,D], contiguous; `addresses` [P], int64, on the device.
+    """Store tokens `first`..`first`+`length` of `source` [B,P,L,D], contiguous; `addresses` [P], int64, on the device;
+    nothing is stored for ranks whose address is 0.
 
     The inboxes hold chunks behind one another: this one begins P*B*first*D elements behind the address.
     """
@@ -45,5 +46,6 @@ if triton is not None:
         at = block * BLOCK + tl.arange(0, BLOCK)
         inside = at < piece
         value = tl.load(source + (b * P + peer) * row + begin + at, mask=inside)
-        inbox = tl.multiple_of(tl.load(addresses + peer).to(tl.pointer_type(source.dtype.element_ty)), 16)
-        tl.store(inbox + behind + (rank * batch + b) * piece + at, value, mask=inside)
+        address = tl.load(addresses + peer)
+        inbox = tl.multiple_of(address.to(tl.pointer_type(source.dtype.element_ty)), 16)
+        tl.store(inbox + behind + (rank * batch + b) * piece + at, value, mask=inside & (address != 0))

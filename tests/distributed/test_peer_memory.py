@@ -11,21 +11,24 @@ from ranks import run_on_ranks
 WIDTH = 24
 
 
-def _calls(rank, ranks, folder):
+def _calls(rank, ranks, hosts, folder):
+    import socket
+
     import symmetric_on_cpu
 
-    from compile_overlap import peers
+    from compile_overlap import peers, rooms
     from compile_overlap.kernels import gemm_combine
 
     assert os.environ["TRITON_INTERPRET"] == "1"
     symmetric_on_cpu.install(folder)
+    socket.gethostname = lambda: f"host {hosts[rank]}"
     group, cpu = dist.group.WORLD, torch.device("cpu")
-    assert peers.obstacle(None, ranks, cpu, torch.float16) is None
+    assert rooms.obstacle(None, ranks, cpu, torch.float16) is None
     alias = f"compile_overlap[2 r1 a2 b1 s0 peers]:{group.group_name}"
     wrong = []
     for call, (batch, sizes, keep) in enumerate([(3, (4,), False), (2, (1, 3), True), (5, (2, 1, 1), False), (1, (4,), True)]):
         tokens = sum(sizes)
-        assert peers.make_room(None, ranks, batch * ranks * tokens * WIDTH * 2, cpu) is None
+        assert rooms.make_room(None, ranks, batch * ranks * tokens * WIDTH * 2, cpu) is None
 
         def draw(seed, *shape, call=call):
             return torch.randn(shape, generator=torch.Generator().manual_seed(100 * call + seed)).half()
@@ -49,13 +52,33 @@ def _calls(rank, ranks, folder):
             rows = inputs[rank][:, owner].transpose(0, 1)
             expected = torch.bmm(rows.float(), weights[owner].float()).half() + weights[owner][:, :1]
             wrong.append(not torch.allclose(results[:, owner].transpose(0, 1), expected, rtol=4e-3, atol=4e-2))
-        peers.room(alias).results.fill_(255)  # what no rank stores again stays NaN
+        rooms.room(alias).results.fill_(255)  # what no rank stores again stays NaN
     return wrong
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_rows_reach_their_owners_and_come_back(ranks, monkeypatch, tmp_path):
+@pytest.mark.parametrize("hosts", ["aa", "abab", *(pytest.param(each, marks=pytest.mark.slow) for each in ("aaa", "aabb"))])
+def test_rows_reach_their_owners_and_come_back(hosts, monkeypatch, tmp_path):
+    """Each rank's host is a letter; between hosts rows travel by collectives."""
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # Triton reads it when it is imported
-    for wrong in run_on_ranks(functools.partial(_calls, ranks=ranks, folder=str(tmp_path)), ranks, tmp_path, limit_s=200):
+    job = functools.partial(_calls, ranks=len(hosts), hosts=hosts, folder=str(tmp_path))
+    for wrong in run_on_ranks(job, len(hosts), tmp_path, limit_s=200):
         assert not any(wrong)
+
+
+def _alone(rank):
+    import socket
+
+    import symmetric_on_cpu
+
+    from compile_overlap import rooms
+
+    symmetric_on_cpu.install("unused")
+    socket.gethostname = lambda: f"host {'aab'[rank]}"
+    return rooms.obstacle(None, 3, torch.device("cpu"), torch.float16)
+
+
+def test_a_rank_alone_on_its_host_keeps_the_group_from_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    reasons = run_on_ranks(_alone, 3, tmp_path)
+    assert reasons == ["another rank cannot"] * 2 + ["a rank is alone on its host"]

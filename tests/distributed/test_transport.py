@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_on_ranks
 
-from compile_overlap import compat, peers
+from compile_overlap import compat, rooms
 
 CPU = torch.device("cpu")
 
@@ -31,11 +31,11 @@ def _fails_on_last(where, rank):
         for other in range(dist.get_world_size()):
             store.get(f"here {other}")
 
-    peers._allocate, peers.symmetric_memory.rendezvous, peers.RENDEZVOUS_S = allocate, rendezvous, 2
+    rooms._allocate, rooms.symmetric_memory.rendezvous, rooms.RENDEZVOUS_S = allocate, rendezvous, 2
     store = compat.symmetric_memory_store(dist.group.WORLD)
     before, begin = store.timeout, time.monotonic()
-    reason = peers.make_room(None, dist.get_world_size(), 1 << 20, CPU)
-    return reason, time.monotonic() - begin, store.timeout == before, peers._ROOMS[dist.group.WORLD.group_name][1]
+    reason = rooms.make_room(None, dist.get_world_size(), 1 << 20, CPU)
+    return reason, time.monotonic() - begin, store.timeout == before, rooms._ROOMS[dist.group.WORLD.group_name][1]
 
 
 @pytest.mark.parametrize("where, cause", [("allocate", "no memory left"), ("rendezvous", "handles cannot be exported")])

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_on_ranks
 
-from compile_overlap import peers
+from compile_overlap import peers, rooms
 from compile_overlap.kernels import gemm_combine
 
 GPUS = torch.cuda.device_count()
@@ -37,9 +37,9 @@ def _draw(seed, *size):
 
 def _stress(rank, calls):
     group = dist.group.WORLD
-    peers.make_room(group, P, 1 << 20, torch.device("cuda", torch.cuda.current_device()))
+    rooms.make_room(group, P, 1 << 20, torch.device("cuda", torch.cuda.current_device()))
     alias = ALIAS.format(group.group_name)
-    here = peers.room(alias)
+    here = rooms.room(alias)
     mismatches = 0
     for call in range(calls):
         choice = torch.Generator().manual_seed(call)  # the same on both ranks
@@ -79,7 +79,7 @@ def test_rows_arrive_under_delays(calls, tmp_path):
 def _opchecks(rank):
     """In step on all ranks. A first chunk only: a signal that is raised twice waits until it has been taken."""
     group = dist.group.WORLD
-    peers.make_room(group, P, 1 << 20, torch.device("cuda", torch.cuda.current_device()))
+    rooms.make_room(group, P, 1 << 20, torch.device("cuda", torch.cuda.current_device()))
     alias = ALIAS.format(group.group_name)
     source, weights = _draw(rank, 3, P, 4, WIDTH), _draw(9, 4, WIDTH, WIDTH)
     token = peers.peer_put(source, 0, 0, 4, P, alias)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_user_graphs import P, TOKENS, WIDTH, _call, _input, _run
 
-from compile_overlap import peers, transport
+from compile_overlap import transport
 from passes import verify
 from passes.discover import discover
 from passes.lower_to_peers import LowerToPeers
@@ -19,7 +19,6 @@ def played_by_gloo(monkeypatch):
     import peers_by_gloo
 
     monkeypatch.setattr(transport, "_obstacle", transport._obstacle)
-    monkeypatch.setattr(peers, "make_room", peers.make_room)
     peers_by_gloo.install()
 
 
