@@ -6,6 +6,7 @@
 | scheduler-pass base class                        | CustomGraphPass  | CustomSchedulerPass (2.13) |
 | `WeakDep` that does not extend lifetimes         | no               | `is_fake=True`             |
 | `GraphLowering.save_output_code` when unused     | a no-op          | None (2.13)                |
+| arguments of operators without a layout tag      | made contiguous  | as traced                  |
 | the store of symmetric memory                    | a file           | the group's                |
 | the norm of a sum                                | rounds it if backward needs it | rounds alike |
 
@@ -28,6 +29,10 @@ CustomSchedulerPass = getattr(custom_graph_pass, "CustomSchedulerPass", CustomGr
 # In 2.6.0 Inductor rounds a sum to its dtype before a layer norm only where backward needs the sum, as the reference's
 # does. A layer whose backward needs the two operands instead would differ from the reference in its forward.
 ROUNDS_SAVED_SUMS_ONLY = torch.__version__.startswith("2.6.")
+
+# The tag by which compiled code hands an operator its arguments with the strides that were traced. Without one, 2.6.0
+# copies what is not contiguous.
+TRACED_STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
 
 SYMMETRIC_MEMORY_HAS_OWN_STORE = torch.__version__.startswith("2.6.")
 

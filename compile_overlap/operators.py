@@ -2,8 +2,8 @@
 
 By `torch.library.Library`: the checks that `torch.library.custom_op` makes at each call cost the host 30 us and more,
 and a layer calls up to twenty operators. What these checks would find, `opcheck` finds in the tests. The operators read
-their arguments and return new tensors (`peer_take` may return its group's buffer); backward is written where they are called (`autograd.Function`, or compiled
-graphs), so none has an autograd kernel.
+their arguments and return new tensors (`peer_take` may return its group's buffer); backward is written where they are
+called (`autograd.Function`, or compiled graphs), so none has an autograd kernel.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from typing import Any, Callable
 
 import torch
 
+from . import compat
+
+TAGS = torch.Tag.pt2_compliant_tag, compat.TRACED_STRIDES
 LIBRARY = torch.library.Library("compile_overlap", "FRAGMENT")
 
 
@@ -19,7 +22,7 @@ def operator(kernel: Callable[..., Any]) -> torch._ops.OpOverload:
     """Define the operator that is called as the function and runs it on every device; the schema is its annotations."""
     name = kernel.__name__
     schema = torch.library.infer_schema(kernel, mutates_args=())
-    LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.define(name + schema, tags=TAGS)
     LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     return getattr(torch.ops.compile_overlap, name).default
 

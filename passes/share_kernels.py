@@ -18,14 +18,14 @@ from collections import defaultdict
 
 import torch
 
-from compile_overlap.operators import LIBRARY
+from compile_overlap.operators import LIBRARY, TAGS
 
 from . import graphs
 from .base import OverlapPass
 from .discover import GEMMS
 
 aten = torch.ops.aten
-LIBRARY.define("parts(Tensor(a) whole, SymInt[] sizes, int dim) -> Tensor(a)[]")
+LIBRARY.define("parts(Tensor(a) whole, SymInt[] sizes, int dim) -> Tensor(a)[]", tags=TAGS)
 LIBRARY.impl("parts", lambda whole, sizes, dim: whole.split_with_sizes(sizes, dim), "CompositeExplicitAutograd")
 _PACKING = graphs.VIEWS | {aten.reshape.default, aten.clone.default}
 

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from compile_overlap import compat, peers  # noqa: F401  registers operators
 from compile_overlap.recipes import exact
+from passes import share_kernels  # noqa: F401  registers one more
 
 
 def _inputs(dtype, biased):
@@ -24,6 +26,14 @@ def test_opcheck(dtype, biased):
     for for_weights in (True, False):
         torch.library.opcheck(exact.gated_norm_backward, (*arguments, for_weights))
     torch.library.opcheck(exact.row_sum, (z,))
+
+
+def test_operators_are_given_their_arguments_as_they_were_traced():
+    """Without a layout tag 2.6.0 copies what is not contiguous, and sums over rows then run in another order."""
+    named = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("compile_overlap::")]
+    assert len(named) >= 12
+    for name in named:
+        assert compat.TRACED_STRIDES in getattr(torch.ops.compile_overlap, name.split("::")[1]).default.tags, name
 
 
 def test_fused_backward_says_what_it_returns():
