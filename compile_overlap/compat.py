@@ -30,9 +30,11 @@ CustomSchedulerPass = getattr(custom_graph_pass, "CustomSchedulerPass", CustomGr
 # does. A layer whose backward needs the two operands instead would differ from the reference in its forward.
 ROUNDS_SAVED_SUMS_ONLY = torch.__version__.startswith("2.6.")
 
-# The tag by which compiled code hands an operator its arguments with the strides that were traced. Without one, 2.6.0
-# copies what is not contiguous.
-TRACED_STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
+# Where this is the default, compiled code hands an operator its arguments with the strides that were traced; 2.6.0 has to
+# be told, or it copies what is not contiguous.
+LAYOUT_TAGS = () if hasattr(torch.Tag, "needs_exact_strides") else (torch.Tag.needs_fixed_stride_order,)
+# Metadata of an FX node that says what its operator's arguments were: of no use to an operator that takes its place.
+OF_ARGUMENTS = "eager_input_vals"
 
 SYMMETRIC_MEMORY_HAS_OWN_STORE = torch.__version__.startswith("2.6.")
 

@@ -14,7 +14,7 @@ import torch
 
 from . import compat
 
-TAGS = torch.Tag.pt2_compliant_tag, compat.TRACED_STRIDES
+TAGS = torch.Tag.pt2_compliant_tag, *compat.LAYOUT_TAGS
 LIBRARY = torch.library.Library("compile_overlap", "FRAGMENT")
 
 

@@ -197,6 +197,7 @@ class _Lowering:
 
     def _replace(self, old: torch.fx.Node, new: torch.fx.Node) -> None:
         new.meta = {**old.meta, **new.meta}
+        new.meta.pop(compat.OF_ARGUMENTS, None)
         self.replaced.append((old, new))
 
 
