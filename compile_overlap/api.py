@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from dataclasses import dataclass
 from operator import index
@@ -38,27 +39,38 @@ def forward_ffn(ffn: Any, inputs: torch.Tensor, *, comp_only: bool = False) -> t
     the recipe and answers where the layer cannot. With `comp_only` the exchanges are replaced by the local layout
     change. All ranks of the group must call it alike. Raises ValueError for bad input, before any exchange.
     """
-    if not torch.compiler.is_compiling():
-        layer = calls.known_layer(ffn, inputs, comp_only)
-        if layer is not None:
-            return layer(inputs.contiguous(), *parameters_of(ffn))
-    layout = check_call(ffn, inputs)
-    reason = plan.unsupported(ffn, inputs)
-    if torch.compiler.is_compiling():
-        return _inlined(ffn, inputs, layout, reason, comp_only)
-    settings = Settings.from_environment()
-    given, inputs = inputs, inputs.contiguous()
-    if reason is None:
-        decision = decide(ffn, inputs, layout, settings)
-        reason = decision.reason if decision.recipe is None else None
-    if reason is None:
-        candidate = decision.recipe, decision.bias
-        layer, tensors, reason = _layer(ffn, inputs, layout, settings, candidate, comp_only)
-    if reason is not None:
-        notice.delegate(reason, strict=settings.strict, rank=ffn.ep_index)
-        return ffn.forward(inputs, overlap="none", comp_only=comp_only)
-    calls.keep(ffn, given, comp_only, layer)
-    return layer(*tensors)
+    # Not `is_compiling`, which is true in all threads while one of them compiles.
+    if torch.compiler.is_dynamo_compiling():
+        return _inlined(ffn, inputs, check_call(ffn, inputs), plan.unsupported(ffn, inputs), comp_only)
+    transform = compat.transform_in_use()
+    layer = None if transform else calls.known_layer(ffn, inputs, comp_only)
+    if layer is None:
+        layout = check_call(ffn, inputs)
+        settings = Settings.from_environment()
+        reason = transform or plan.unsupported(ffn, inputs) or plan.decomposed(layout, inputs)
+        if reason is None:
+            with _DECIDING:
+                layer, reason = _decided(ffn, inputs, layout, settings, comp_only)
+        if layer is None:
+            notice.delegate(reason, strict=settings.strict, rank=ffn.ep_index)
+            return ffn.forward(inputs, overlap="none", comp_only=comp_only)
+        calls.keep(ffn, inputs, comp_only, layer)
+    return layer(inputs.contiguous(), *parameters_of(ffn))
+
+
+_DECIDING = threading.RLock()
+
+
+def _decided(
+    ffn: Any, inputs: torch.Tensor, layout: Layout, settings: Settings, comp_only: bool
+) -> tuple[compiler.CompiledLayer | None, str | None]:
+    """(the compiled layer that answers this call, None), or (None, why the reference does)."""
+    inputs = inputs.contiguous()
+    decision = decide(ffn, inputs, layout, settings)
+    if decision.recipe is None:
+        return None, decision.reason
+    layer, _, reason = _layer(ffn, inputs, layout, settings, (decision.recipe, decision.bias), comp_only)
+    return layer, reason
 
 
 _DECISIONS: weakref.WeakKeyDictionary[Any, dict[Any, Decision]] = weakref.WeakKeyDictionary()
@@ -67,7 +79,8 @@ _DECISIONS: weakref.WeakKeyDictionary[Any, dict[Any, Decision]] = weakref.WeakKe
 def decide(ffn: Any, inputs: torch.Tensor, layout: Layout, settings: Settings) -> Decision:
     """The decision for this layer and configuration; taken at its first call, the same for every batch size."""
     known = _DECISIONS.setdefault(ffn, {})
-    key = (layout.P, layout.T, layout.D, layout.H, inputs.dtype, inputs.device, torch.is_grad_enabled(), settings)
+    norms = type(ffn.norm_x), type(ffn.norm_gate)
+    key = (layout.P, layout.T, layout.D, layout.H, inputs.dtype, inputs.device, torch.is_grad_enabled(), norms, settings)
     if key not in known:
         _refuse_capture(inputs, "the recipe is decided")
         _require_agreement(ffn, inputs, layout, (layout, inputs.dtype, torch.is_grad_enabled(), settings))
@@ -132,7 +145,10 @@ def _layer(
         layer = compiler.new_layer(key, static)
         error = layer.prepare(*tensors)
         if not all_ranks(ffn.ep_group, layout.P, inputs.device, error is None):
-            layer = compiler.failed(key, f"compilation failed: {error or 'on another rank'}")
+            failure = f"compilation failed: {error or 'on another rank'}"
+            lasting = not isinstance(error, compiler.NotCompiledNow)
+            lasting = all_ranks(ffn.ep_group, layout.P, inputs.device, lasting)
+            layer = compiler.failed(key, failure, lasting)
     return (None, tensors, layer) if isinstance(layer, str) else (layer, tensors, None)
 
 

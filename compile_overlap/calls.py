@@ -35,12 +35,14 @@ def signature(ffn: torch.nn.Module, inputs: torch.Tensor, comp_only: bool) -> tu
         ffn.gemm_backend,
         getattr(ffn, "comm_scale", 1),
         eps_of(ffn),
+        type(ffn.norm_x),
+        type(ffn.norm_gate),
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled(inputs.device.type),
+        torch.is_autocast_enabled(ffn.w1.device.type),
         variables(),
         *(
-            None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
+            None if t is None else (type(t), t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
             for t in (inputs, *parameters_of(ffn))
         ),
     )

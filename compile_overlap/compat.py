@@ -10,7 +10,8 @@
 | the store of symmetric memory                    | a file           | the group's                |
 | the norm of a sum                                | rounds it if backward needs it | rounds alike |
 
-What reads internals that no version makes public is here too: `comptime_value`, `global_state`, `is_intercepted`.
+What reads internals that no version makes public is here too: `comptime_value`, `global_state`,
+`is_intercepted`, `transform_in_use`, `compiles_no_more`.
 """
 
 from __future__ import annotations
@@ -82,9 +83,24 @@ def global_state() -> Any:
 
 
 def is_intercepted() -> bool:
-    """Whether modes or transforms see the operators that are called now, and Dynamo therefore decides what to do."""
-    modes = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
-    return bool(modes) or torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether modes see the operators that are called now, and Dynamo therefore decides what to do."""
+    return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
+
+
+def transform_in_use() -> str | None:
+    """The transform of functions under which operators are called now: one that compiled code cannot follow; or None."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "a transform of torch.func is in use"
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "forward-mode differentiation is in use"
+    return None
+
+
+def compiles_no_more() -> bool:
+    """Whether a stance (`torch.compiler.set_stance`) keeps Dynamo from compiling."""
+    from torch._dynamo import eval_frame
+
+    return eval_frame._stance.stance != "default"
 
 
 def register_group_alias(alias: str, group: torch.distributed.ProcessGroup) -> None:

@@ -25,6 +25,10 @@ from .recipes import EAGER_EXACT
 MAX_LAYERS = 256
 
 
+class NotCompiledNow(RuntimeError):
+    """Nothing was compiled, for a reason that may be gone at the next call."""
+
+
 class _Prepared(Exception):
     """Compilation is done; the call was made only for that."""
 
@@ -50,10 +54,10 @@ class CompiledLayer:
         except _Prepared:
             return None
         except Exception as error:  # whatever the compiler raises is the reason for delegating
-            return error
+            return NotCompiledNow(str(error)) if compat.is_intercepted() or compat.compiles_no_more() else error
         finally:
             self._preparing = False
-        return RuntimeError("torch.compile is disabled, or a mode that is active keeps it from compiling")
+        return NotCompiledNow("torch.compile is disabled, or a mode that is active keeps it from compiling")
 
     def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
         direct = self._direct
@@ -126,9 +130,15 @@ def new_layer(key: tuple[Any, ...], static: dict[str, Any]) -> CompiledLayer:
     return layer
 
 
-def failed(key: tuple[Any, ...], reason: str) -> str:
-    """Keep that a configuration cannot be compiled, so that it is not tried at every call; returns the reason."""
-    _LAYERS[key] = reason
+def failed(key: tuple[Any, ...], reason: str, lasting: bool) -> str:
+    """Keep that a configuration cannot be compiled, so that it is not tried at every call; returns the reason.
+
+    A reason that is not `lasting` is forgotten, and the next call tries again.
+    """
+    if lasting:
+        _LAYERS[key] = reason
+    else:
+        del _LAYERS[key]
     return reason
 
 

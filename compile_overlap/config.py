@@ -60,10 +60,14 @@ class Settings:
 
     @classmethod
     def from_environment(cls) -> Settings:
-        """Read and check the variables. Raises ValueError; names that mean nothing are warned of once."""
+        """Read and check the variables. Raises ValueError; names that mean nothing are warned of, or refused where strict."""
         unknown = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in (*VARIABLES, PLUGIN))
+        strict = _one_of("A2A_FFN_STRICT", ("0", "1")) == "1"
+        text = f"{', '.join(unknown)}: no such setting; there are {', '.join(VARIABLES)}"
+        if unknown and strict:
+            raise ValueError(text)
         if unknown:
-            notice.warn_once(f"{', '.join(unknown)}: no such setting; there are {', '.join(VARIABLES)}")
+            notice.warn_once(text)
         chunks, sizes = _chunks(os.environ.get("A2A_FFN_CHUNKS", ""))
         return cls(
             chunks=chunks,
@@ -77,7 +81,7 @@ class Settings:
             gemms=_one_of("A2A_FFN_GEMMS", (CUBLAS, "measured")),
             costs=_costs("A2A_FFN_COSTS"),
             disabled_passes=_passes("A2A_FFN_DISABLE_PASSES"),
-            strict=_one_of("A2A_FFN_STRICT", ("0", "1")) == "1",
+            strict=strict,
         )
 
 

@@ -160,12 +160,22 @@ def exact_gradients(device: str, settings: Settings) -> bool:
     return device == "cpu" if settings.gradients is None else settings.gradients == "exact"
 
 
+def decomposed(layout: Layout, inputs: torch.Tensor) -> str | None:
+    """Why compiled code would not multiply as ATen does, or None: Inductor has other code for vectors, on CPU."""
+    if inputs.device.type == "cpu" and (layout.rows == 1 or layout.D == 1):
+        return "on CPU, Inductor multiplies by a vector (P*B = 1 or D = 1) in another order than ATen"
+    return None
+
+
 def unsupported(ffn: Any, inputs: torch.Tensor) -> str | None:
     """Why the layer does not take this valid call, or None: the reference answers it then."""
     if ffn.fwd_mode != "dense_v2" or ffn.bwd_mode != "dense_v2":
         return f"fwd_mode/bwd_mode {ffn.fwd_mode}/{ffn.bwd_mode} is not dense_v2"
     if ffn.gemm_backend != "bmm":
         return f"gemm_backend {ffn.gemm_backend} is not bmm"
+    for tensor in (inputs, ffn.w1, ffn.b1, ffn.wout, ffn.bout):
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            return f"a {type(tensor).__name__} is among the inputs and weights"
     for norm in (ffn.norm_x, ffn.norm_gate):
         if norm.weight is None or norm.bias is None:
             return "a norm has no weight or no bias"

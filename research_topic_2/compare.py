@@ -63,14 +63,19 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
 
     def prepare_run():
-        modes = parse_modes(options.modes, options.no_compile)
-        if options.rounds < 1:
-            raise ValueError(f"rounds={options.rounds}: must be at least 1")
-        if options.own_comp_only and "kernel" not in modes:
-            raise ValueError(f"own_comp_only=True: needs kernel among modes={options.modes!r}")
-        return prepare(options, {variants.parse(name).mode for name in modes})
+        return prepare(options, {variants.parse(name).mode for name in check_modes(options)})
 
     return guarded(prepare_run, lambda workload: _run(parser, options, workload))
+
+
+def check_modes(options):
+    """The modes of a command line. Raises ValueError unless they and what goes with them can be run."""
+    modes = parse_modes(options.modes, options.no_compile)
+    if options.rounds < 1:
+        raise ValueError(f"rounds={options.rounds}: must be at least 1")
+    if options.own_comp_only and "kernel" not in modes:
+        raise ValueError(f"own_comp_only=True: needs kernel among modes={options.modes!r}")
+    return modes
 
 
 def _run(parser, options, workload):

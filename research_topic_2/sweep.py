@@ -26,15 +26,17 @@ import numpy as np
 import torch
 
 from compare import build_parser as comparison_parser
-from compare import compare, parse_modes
+from compare import check_modes, compare
 from rankmixer import plugins, record
 from rankmixer.cli import pass_name
-from rankmixer.options import validate
+from rankmixer.options import configuration, validate
 from rankmixer.runtime import choose_device, environment_rank, start_runtime, stop_runtime
 from rankmixer.workload import Workload
 
 BOOTSTRAP_SAMPLES = 2000
+MOST_SHAPES = 1000
 SHAPE = ("batch_size", "tokens", "dim", "k")
+_OF_THE_SWEEP = ("shapes", "output", "draw", "json", "help")
 
 
 def build_parser():
@@ -51,15 +53,15 @@ def build_parser():
 
 def draw_shapes(count, seed):
     """``count`` distinct shapes [B, T, D, k] of the assignment's range; the same for the same seed."""
-    source, shapes = random.Random(seed), []
+    if not 1 <= count <= MOST_SHAPES:
+        raise ValueError(f"draw={count}: must be from 1 to {MOST_SHAPES}")
+    source, shapes = random.Random(seed), {}
     while len(shapes) < count:
         tokens = source.choice(range(16, 65, 8))
         widths = range(-(-128 // tokens) * tokens, 1281, tokens)
         batch = round(math.exp(source.uniform(0, math.log(512))))
-        shape = [batch, tokens, source.choice(widths), source.choice((2, 3, 6))]
-        if shape not in shapes:
-            shapes.append(shape)
-    return shapes
+        shapes[batch, tokens, source.choice(widths), source.choice((2, 3, 6))] = None
+    return [list(shape) for shape in shapes]
 
 
 def ratio_interval(baseline, candidate, seed=0):
@@ -75,11 +77,11 @@ def ratio_interval(baseline, candidate, seed=0):
 
 def summarize(records):
     """{mode: {"shapes": [{"shape", "ratio", "low", "high", "equal"}], "geometric_mean", "worst"}} over shapes' records."""
-    modes = [name for name in records[0]["summary"] if name != "none"]
+    modes = dict.fromkeys(name for each in records for name in each["summary"] if name != "none")
     result = {}
     for mode in modes:
         rows = []
-        for each in records:
+        for each in (each for each in records if mode in each["summary"]):
             slowest = {name: [max(column) for column in zip(*each["measurements"][name]["samples_s"])]
                        for name in ("none", mode)}
             ratio, low, high = ratio_interval(slowest["none"], slowest[mode])
@@ -107,9 +109,12 @@ def table(summary):
 
 def read_shapes(path, world_size):
     """The shapes of a file. Raises ValueError where they are none, or ``world_size`` ranks cannot share their tokens."""
-    shapes = json.loads(Path(path).read_text())
+    try:
+        shapes = json.loads(Path(path).read_text())
+    except ValueError as error:
+        raise ValueError(f"shapes={str(path)!r}: is no JSON ({error})") from None
     fits = isinstance(shapes, list) and shapes and all(
-        isinstance(shape, list) and len(shape) == 4 and all(isinstance(n, int) and n > 0 for n in shape) for shape in shapes)
+        isinstance(shape, list) and len(shape) == 4 and all(type(n) is int and n > 0 for n in shape) for shape in shapes)
     if not fits or any(tokens % world_size or dim % tokens for _, tokens, dim, _ in shapes):
         raise ValueError(f"shapes={str(path)!r}: must be a list of [B, T, D, k] with T a multiple of {world_size} and D of T")
     return shapes
@@ -119,24 +124,28 @@ def main(arguments=None):
     """Draw shapes, or run the sweep; returns the exit status."""
     parser = build_parser()
     options = parser.parse_args(arguments)
-    if options.draw is not None:
-        Path(options.shapes).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.shapes).write_text(json.dumps(draw_shapes(options.draw, options.seed)) + "\n")
-        return 0
     try:
+        if options.draw is not None:
+            shapes = draw_shapes(options.draw, options.seed)
+            Path(options.shapes).parent.mkdir(parents=True, exist_ok=True)
+            Path(options.shapes).write_text(json.dumps(shapes) + "\n")
+            return 0
         device, world_size = choose_device(options.device), environment_rank()[1]
-        shapes, modes = read_shapes(options.shapes, world_size), parse_modes(options.modes, options.no_compile)
+        shapes, modes = read_shapes(options.shapes, world_size), check_modes(options)
         if options.output is None:
             raise ValueError("output=None: must be a folder for the records")
+        Path(options.output).mkdir(parents=True, exist_ok=True)
+        known = {shape: _earlier(parser, options, shape) for shape in map(tuple, shapes)}
         if any(name.startswith("kernel") for name in modes):
             plugins.load_plugin()
-        validate(options, world_size, device)
+        for options.batch_size, options.tokens, options.dim, options.k in shapes:
+            validate(options, world_size, device)
     except (ValueError, ImportError, OSError) as error:
         print(f"error (rank {environment_rank()[0]}): {error}", file=sys.stderr, flush=True)
         return 2
     runtime = start_runtime(device)
     try:
-        records = [_measured(parser, options, runtime, shape) for shape in shapes]
+        records = [_measured(parser, options, runtime, shape, known[tuple(shape)]) for shape in shapes]
     except AssertionError as error:  # raised on every rank
         print(f"AssertionError (rank {runtime.rank}): {error}", file=sys.stderr, flush=True)
         stop_runtime()
@@ -153,17 +162,34 @@ def main(arguments=None):
     return 0
 
 
-def _measured(parser, options, runtime, shape):
-    """The record of one shape: as it lies in the output folder, or measured now."""
-    path = Path(options.output) / f"{'x'.join(map(str, shape))}.json"
-    if runtime.gather(path.exists())[0]:
-        return json.loads(path.read_text()) if runtime.is_main else None
+def _path(options, shape):
+    return Path(options.output) / f"{'x'.join(map(str, shape))}.json"
+
+
+def _earlier(parser, options, shape):
+    """The record of a shape in the output folder, or None. Raises ValueError where it is of another configuration."""
+    path = _path(options, shape)
+    if not path.exists():
+        return None
+    earlier = record.validate(json.loads(path.read_text()))["configuration"]
+    asked = configuration(parser, options)
+    other = [f"{name}={earlier.get(name, {}).get('value')!r}" for name in asked
+             if name not in (*SHAPE, *_OF_THE_SWEEP) and earlier.get(name, {}).get("value") != asked[name]["value"]]
+    if other:
+        raise ValueError(f"output={options.output!r}: {path.name} is of another configuration ({', '.join(other)})")
+    return json.loads(path.read_text())
+
+
+def _measured(parser, options, runtime, shape, earlier):
+    """The record of one shape: the main rank's earlier one, or measured now."""
+    if runtime.gather(earlier is not None)[0]:
+        return earlier
     for name, value in zip(SHAPE, shape):
         setattr(options, name, value)
     workload = Workload(options, runtime)
     result = compare(parser, options, workload)
     if runtime.is_main:
-        record.write(result, path)
+        record.write(result, _path(options, shape))
     del workload
     gc.collect()
     torch.compiler.reset()

@@ -166,7 +166,9 @@ def write(record, path):
     """Validate and write a record as JSON, making its folder."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(validate(record), indent=1, allow_nan=False) + "\n")
+    unfinished = path.with_name(path.name + ".part")
+    unfinished.write_text(json.dumps(validate(record), indent=1, allow_nan=False) + "\n")
+    unfinished.replace(path)
 
 
 def _version(package):

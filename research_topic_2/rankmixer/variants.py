@@ -113,7 +113,10 @@ def _layer_settings(name, variant):
     if variant == "sequential":
         return {"A2A_FFN_CHUNKS": "1"}
     if _SETTINGS.fullmatch(variant):
-        pairs = (setting.split("=") for setting in variant.split("+"))
+        pairs = [setting.split("=") for setting in variant.split("+")]
+        names = [setting for setting, _ in pairs]
+        if len(set(names)) < len(names) or {"KERNEL_PLUGIN", "STRICT"} & set(names):
+            raise ValueError(f"modes: {name!r}: must be distinct settings other than KERNEL_PLUGIN and STRICT")
         return {f"A2A_FFN_{setting}": value.replace("/", ",") for setting, value in pairs}
     transport = {"A2A_FFN_TRANSPORT": "peers"} if variant.startswith("peers") else {}
     if variant == "peers":

@@ -73,6 +73,8 @@ def test_a_sweep_goes_on_where_it_stopped(tmp_path):
     assert (output / "2x16x128x2.json").read_text() == first
     summary = json.loads((output / "summary.json").read_text())
     assert [row["equal"] for row in summary["modes"]["kernel"]["shapes"]] == [True, True]
+    other = launch("sweep.py", *flags, "--dtype", "fp32")
+    assert other.returncode != 0 and "2x16x128x2.json is of another configuration (dtype='bf16')" in other.stderr
     shapes.write_text("[[2, 15, 150, 2]]")
     assert "T a multiple of 2" in launch("sweep.py", *flags).stderr
 

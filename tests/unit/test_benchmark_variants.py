@@ -51,6 +51,7 @@ def test_variants_of_none_leave_the_environment_alone():
     ("none:chunks=4", "is a variant of kernel"), ("kernel:chunks=", "positive count"),
     ("kernel:peers=", "positive count"), ("none:peers", "is a variant of kernel"),
     ("kernel:CHUNKS", "is not a variant"), ("kernel:CHUNKS=4+", "is not a variant"),
+    ("kernel:CHUNKS=2+CHUNKS=4", "distinct settings"), ("kernel:KERNEL_PLUGIN=x", "distinct settings"),
     ("none:GEMMS=cublas", "is a variant of kernel"), ("kernel:chunks=0", "positive count"), ("kernel:chunks=4,4", "positive count"),
 ])
 def test_parse_refuses(name, message):

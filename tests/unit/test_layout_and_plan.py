@@ -112,6 +112,9 @@ def test_a_setting_that_does_not_exist_is_warned_of(monkeypatch, caplog):
     monkeypatch.setenv("A2A_FFN_CHUNK", "4")
     assert Settings.from_environment() == Settings.from_environment()
     assert caplog.text.count("A2A_FFN_CHUNK: no such setting") == 1
+    monkeypatch.setenv("A2A_FFN_STRICT", "1")
+    with pytest.raises(ValueError, match="A2A_FFN_CHUNK: no such setting"):
+        Settings.from_environment()
 
 
 @pytest.mark.parametrize("bias", ["add", "baddbmm"])

@@ -25,12 +25,38 @@ def test_the_committed_shapes_are_those_of_the_seed():
     assert sweep.read_shapes(COMMITTED, world_size=8)
 
 
-@pytest.mark.parametrize("content", ["[]", "{}", "[[1, 16, 128]]", "[[1, 16, 130, 2]]", "[[1, 15, 150, 2]]", '[["1", 16, 128, 2]]'])
+@pytest.mark.parametrize("content", ["[]", "{}", "[[1, 16, 128]]", "[[1, 16, 130, 2]]", "[[1, 15, 150, 2]]", '[["1", 16, 128, 2]]',
+                                     "[[true, 16, 128, 2]]"])
 def test_other_shapes_are_refused(tmp_path, content):
     path = tmp_path / "shapes.json"
     path.write_text(content)
     with pytest.raises(ValueError, match="must be a list of"):
         sweep.read_shapes(path, world_size=2)
+
+
+def test_a_file_that_is_no_json_is_named(tmp_path):
+    (tmp_path / "shapes.json").write_text("[[1,")
+    with pytest.raises(ValueError, match="shapes.json'?: is no JSON"):
+        sweep.read_shapes(tmp_path / "shapes.json", world_size=2)
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--draw", "0"], "draw=0: must be from 1"), (["--draw", "100000"], "draw=100000"), (["--draw", "-1"], "draw=-1"),
+    (["--rounds", "0"], "rounds=0: must be at least 1"), ([], "output=None"),
+    (["--modes", "none,none"], "modes="), (["--modes", "none,sm-free", "--own-comp-only"], "own_comp_only=True"),
+])
+def test_mistakes_are_named(tmp_path, capsys, arguments, message):
+    (tmp_path / "shapes.json").write_text("[[1, 16, 128, 2]]")
+    flags = ["--device", "cpu", "--shapes", str(tmp_path / "shapes.json")]
+    assert sweep.main([*flags, *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_mode_that_some_shapes_cannot_run_is_summarised_over_the_others():
+    partial = _record(4.0, 2.0)
+    del partial["summary"]["kernel"], partial["measurements"]["kernel"]
+    summary = sweep.summarize([partial, _record(3.0, 1.0)])
+    assert len(summary["kernel"]["shapes"]) == 1 and summary["kernel"]["worst"] == 3.0
 
 
 def test_the_interval_holds_the_ratio_and_narrows_with_the_samples():
