@@ -72,7 +72,7 @@ def gemm_combine(
 ) -> None:
     """Store left [l,P*batch,K] @ right [l,K,D] (+ bias [l,D]) to rows `first`..`first`+l of each rank's [batch,tokens,D].
 
-    `addresses` [P], int64, on the device: where each rank's output begins. `bias_form`: NO_BIAS, or ADD or BADDBMM for
+    `addresses` [P], int64, on the device: where each rank's output begins, at 16 bytes. `bias_form`: NO_BIAS, or ADD or BADDBMM for
     a bias that is added after the product is rounded or before. `right` may be a transposed view. bf16 or fp16, compute
     capability 9.0.
     """
@@ -244,7 +244,7 @@ if triton is not None:
             owner = tl.load(addresses + row // batch, mask=in_rows, other=0)
             pointer_type: tl.constexpr = tl.pointer_type(bias.dtype.element_ty)
             at_row = ((row % batch).to(tl.int64) * tokens + first + l) * columns
-            row_pointers = owner.to(pointer_type) + at_row
+            row_pointers = tl.multiple_of(owner.to(pointer_type), 16) + at_row
             halves = tl.permute(tl.reshape(accumulator, (BM, 2, BN // 2)), (0, 2, 1))
             near, far = tl.split(halves)
             _store(near, bias, row_pointers, in_rows, l, columns, first_column, BIAS, BN // 2)

@@ -21,8 +21,8 @@ _BLOCK, _WARPS = 2048, 4
 
 
 def store_rows(source: torch.Tensor, addresses: torch.Tensor, first: int, length: int, rank: int) -> None:
-    """Store tokens `first`..`first`+`length` of `source` [B,P,L,D], contiguous; `addresses` [P], int64, on the device;
-    nothing is stored for ranks whose address is 0.
+    """Store tokens `first`..`first`+`length` of `source` [B,P,L,D], contiguous; `addresses` [P], int64, on the device,
+    of 16 bytes' alignment; nothing is stored for ranks whose address is 0.
 
     The inboxes hold chunks behind one another: this one begins P*B*first*D elements behind the address.
     """
