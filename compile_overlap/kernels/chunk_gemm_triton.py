@@ -14,7 +14,7 @@ from torch.autograd import Function
 
 from ..operators import fake_of, operator
 from . import sm_count
-from .gemm_combine import Tile, tile_for
+from .gemm_combine import UNALIGNED_TILES, Tile, laid_out, step_of, tile_for
 
 try:
     import triton
@@ -32,19 +32,20 @@ def chunk_bmm_triton(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """`torch.bmm` of [l,m,K] and [l,K,n] in bf16 or fp16: [l,m,n]."""
     length, rows, inner = left.shape
     columns = right.shape[2]
-    left = left if left.stride(2) == 1 else left.contiguous()
-    transposed = right.stride(2) != 1
-    if transposed and right.stride(1) != 1:
-        right, transposed = right.contiguous(), False
+    right, transposed = laid_out(right)
+    if left.stride(2) != 1 or any(stride % step_of(inner) for stride in left.stride()[:2]):
+        left = left.contiguous()
     out = left.new_empty((length, rows, columns))
     sms = sm_count(left.device)
-    tile = tile_for(length, rows, columns, sms, TILES)
+    inner_step, column_step = step_of(inner), step_of(columns)
+    tile = tile_for(length, rows, columns, sms, TILES if inner_step == column_step == 8 else UNALIGNED_TILES)
     tiles = length * triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
     _chunk_bmm[(min(sms, tiles),)](
         left, right, out, rows, columns, inner, tiles, left.stride(0), left.stride(1), right.stride(0),
         right.stride(2) if transposed else right.stride(1),
         TRANSPOSED=transposed, BM=tile.rows, BN=tile.columns, BK=_K_BLOCK,
         WHOLE=inner % _K_BLOCK == 0 and rows % tile.rows == 0 and columns % tile.columns == 0,
+        INNER_STEP=inner_step, COLUMN_STEP=column_step,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
@@ -115,7 +116,15 @@ if triton is not None:
     def _chunk_bmm(
         left, right, out, rows, columns, inner, tiles, left_stride, left_pitch, right_stride, right_pitch,
         TRANSPOSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr,
+        INNER_STEP: tl.constexpr, COLUMN_STEP: tl.constexpr,
     ):  # fmt: skip
+        # The same values, in a form that tells the compiler what divides them: it knows of 16 alone.
+        left_stride = left_stride // INNER_STEP * INNER_STEP
+        left_pitch = left_pitch // INNER_STEP * INNER_STEP
+        columns = columns // COLUMN_STEP * COLUMN_STEP
+        PITCH_STEP: tl.constexpr = INNER_STEP if TRANSPOSED else COLUMN_STEP
+        right_stride = right_stride // PITCH_STEP * PITCH_STEP
+        right_pitch = right_pitch // PITCH_STEP * PITCH_STEP
         row_blocks = tl.cdiv(rows, BM)
         blocks = row_blocks * tl.cdiv(columns, BN)
         for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
