@@ -41,7 +41,7 @@ def _fails_on_last(where, rank):
 @pytest.mark.parametrize("where, cause", [("allocate", "no memory left"), ("rendezvous", "handles cannot be exported")])
 def test_a_rank_that_fails_strands_no_other(where, cause, tmp_path):
     results = run_on_ranks(functools.partial(_fails_on_last, where), 3, tmp_path)
-    for rank, (reason, seconds, restored, rooms) in enumerate(results):
+    for rank, (reason, seconds, restored, made) in enumerate(results):
         assert reason.startswith("no symmetric memory of 1048576 bytes")
         assert (cause in reason) == (rank == 2)
-        assert seconds < 30 and restored and rooms == []
+        assert seconds < 30 and restored and made == []
