@@ -8,7 +8,7 @@
 | `GraphLowering.save_output_code` when unused     | a no-op          | None (2.13)                |
 | arguments of operators without a layout tag      | made contiguous  | as traced                  |
 | the store of symmetric memory                    | a file           | the group's                |
-| the norm of a sum                                | rounds it if backward needs it | rounds alike |
+| the norm of a sum that is not saved              | does not round it | as of a saved one         |
 
 What reads internals that no version makes public is here too: `comptime_value`, `global_state`,
 `is_intercepted`, `transform_in_use`, `compiles_no_more`.

@@ -30,15 +30,17 @@ def agreed(
     """
     if device.type != "cuda" or layout.P == 1:
         return ()
+    rows, D, H = layout.rows, layout.D, layout.H
+    first = {}
+    if bias == ADD and 2 * layout.L * rows * D * 2 * H >= LEAST_FLOPS:
+        first[FORWARD] = (rows, D, 2 * H, False)
+    if training and 2 * layout.L * rows * D * H >= LEAST_FLOPS:
+        first[BACKWARD] = (rows, D, H, True)
+    if not first:
+        return ()
     known = _AGREED.setdefault(dist.group.WORLD if group is None else group, {})
     key = (layout, sizes, dtype, device, training, bias)
     if key not in known:
-        rows, D, H = layout.rows, layout.D, layout.H
-        first = {}
-        if bias == ADD and 2 * layout.L * rows * D * 2 * H >= LEAST_FLOPS:
-            first[FORWARD] = (rows, D, 2 * H, False)
-        if training and 2 * layout.L * rows * D * H >= LEAST_FLOPS:
-            first[BACKWARD] = (rows, D, H, True)
 
         def measure():
             return [

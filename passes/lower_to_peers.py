@@ -170,6 +170,7 @@ class _Lowering:
         if len(ends) == 1:
             copies = list(ends[0].users)
             copied = len(copies) == 1 and copies[0].target is aten.clone.default
+            copied = copied and copies[0].kwargs.get("memory_format") is torch.contiguous_format
             return (copies if copied else ends), [0]
         wholes, orders = list(ends[0].users), set()
         for whole in wholes:

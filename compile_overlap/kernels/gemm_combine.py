@@ -92,9 +92,9 @@ def gemm_combine(
 ) -> None:
     """Store left [l,P*batch,K] @ right [l,K,D] (+ bias [l,D]) to rows `first`..`first`+l of each rank's [batch,tokens,D].
 
-    `addresses` [P], int64, on the device: where each rank's output begins, at 16 bytes. `bias_form`: NO_BIAS, or ADD or BADDBMM for
-    a bias that is added after the product is rounded or before. `right` may be a transposed view. bf16 or fp16, compute
-    capability 9.0.
+    `addresses` [P], int64, on the device: where each rank's output begins, aligned to 16 bytes. `bias_form`: NO_BIAS, or
+    ADD or BADDBMM for a bias that is added after the product is rounded or before. `right` may be a transposed view. bf16
+    or fp16, compute capability 9.0.
     """
     length, rows, inner = left.shape
     columns = right.shape[2]
