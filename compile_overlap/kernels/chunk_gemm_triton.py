@@ -19,6 +19,8 @@ from .gemm_combine import UNALIGNED_TILES, Tile, laid_out, step_of, tile_for
 try:
     import triton
     import triton.language as tl
+
+    from .gemm_combine import pointer_product
 except ImportError:
     triton = None
 
@@ -131,39 +133,20 @@ if triton is not None:
             l = (index // blocks).to(tl.int64)
             first_row = (index % blocks) % row_blocks * BM
             first_column = (index % blocks) // row_blocks * BN
-            depth = tl.arange(0, BK)
+            a_tile = left + l * left_stride + first_row.to(tl.int64) * left_pitch
+            b_tile = right + l * right_stride
+            b_tile += first_column.to(tl.int64) * right_pitch if TRANSPOSED else first_column
+            accumulator = pointer_product(
+                a_tile, b_tile, rows - first_row, columns - first_column, inner, left_pitch, right_pitch,
+                TRANSPOSED, BM, BN, BK, WHOLE,
+            )  # fmt: skip
             row = tl.arange(0, BM)
             column = tl.arange(0, BN)
-            in_rows = row < rows - first_row
-            in_columns = column < columns - first_column
-            a_base = left + l * left_stride + first_row.to(tl.int64) * left_pitch
-            a_at = row[:, None] * left_pitch + depth[None, :]
-            b_base = right + l * right_stride
-            if TRANSPOSED:
-                b_base += first_column.to(tl.int64) * right_pitch
-                b_at = column[:, None] * right_pitch + depth[None, :]
-            else:
-                b_base += first_column
-                b_at = depth[:, None] * right_pitch + column[None, :]
-            accumulator = tl.zeros([BM, BN], tl.float32)
-            for k in range(0, inner, BK):
-                if WHOLE:
-                    a = tl.load(a_base + a_at)
-                    b = tl.load(b_base + b_at)
-                else:
-                    in_depth = depth < inner - k
-                    a = tl.load(a_base + a_at, mask=in_rows[:, None] & in_depth[None, :], other=0.0)
-                    if TRANSPOSED:
-                        b = tl.load(b_base + b_at, mask=in_columns[:, None] & in_depth[None, :], other=0.0)
-                    else:
-                        b = tl.load(b_base + b_at, mask=in_depth[:, None] & in_columns[None, :], other=0.0)
-                accumulator = tl.dot(a, tl.trans(b) if TRANSPOSED else b, accumulator)
-                a_base += BK
-                b_base += BK if TRANSPOSED else BK * right_pitch
             to = out + l * rows * columns + first_row.to(tl.int64) * columns + first_column
             at = row[:, None] * columns + column[None, :]
             value = accumulator.to(out.dtype.element_ty)
             if WHOLE:
                 tl.store(to + at, value)
             else:
-                tl.store(to + at, value, mask=in_rows[:, None] & in_columns[None, :])
+                inside = (row < rows - first_row)[:, None] & (column < columns - first_column)[None, :]
+                tl.store(to + at, value, mask=inside)

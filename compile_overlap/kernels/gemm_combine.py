@@ -179,6 +179,40 @@ def agrees_with_cublas(
 if triton is not None:
 
     @triton.jit
+    def pointer_product(
+        a_tile, b_tile, rows, columns, inner, a_pitch, b_pitch,
+        TRANSPOSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr,
+    ):  # fmt: skip
+        """The tile [BM,BN], in fp32, of a product whose operands are loaded by pointer, from where the tile begins.
+
+        `rows` and `columns` are left from there; rows past the end repeat the last one. `WHOLE`: K is a whole number of
+        blocks and no column of an untransposed b is past the end.
+        """
+        depth = tl.arange(0, BK)
+        column = tl.arange(0, BN)
+        a_at = tl.minimum(tl.arange(0, BM), rows - 1)[:, None] * a_pitch + depth[None, :]
+        if TRANSPOSED:
+            b_at = tl.minimum(column, columns - 1)[:, None] * b_pitch + depth[None, :]
+        else:
+            b_at = depth[:, None] * b_pitch + column[None, :]
+        accumulator = tl.zeros([BM, BN], tl.float32)
+        for k in range(0, inner, BK):
+            if WHOLE:
+                a = tl.load(a_tile + a_at)
+                b = tl.load(b_tile + b_at)
+            else:
+                in_depth = depth < inner - k
+                a = tl.load(a_tile + a_at, mask=in_depth[None, :], other=0.0)
+                if TRANSPOSED:
+                    b = tl.load(b_tile + b_at, mask=in_depth[None, :], other=0.0)
+                else:
+                    b = tl.load(b_tile + b_at, mask=in_depth[:, None] & (column < columns)[None, :], other=0.0)
+            accumulator = tl.dot(a, tl.trans(b) if TRANSPOSED else b, accumulator)
+            a_tile += BK
+            b_tile += BK if TRANSPOSED else BK * b_pitch
+        return accumulator
+
+    @triton.jit
     def _gemm_combine(
         left,
         right,
@@ -217,8 +251,8 @@ if triton is not None:
             first_column = (index % blocks) // row_blocks * BN
             row = first_row + tl.arange(0, BM)
             in_rows = row < rows
-            accumulator = tl.zeros([BM, BN], tl.float32)
             if TMA:
+                accumulator = tl.zeros([BM, BN], tl.float32)
                 for k in range(0, inner, BK):
                     a = left.load([l * rows + first_row, k])
                     if TRANSPOSED:
@@ -227,33 +261,13 @@ if triton is not None:
                         b = right.load([l * inner + k, first_column])
                     accumulator = tl.dot(a, b, accumulator)
             else:
-                depth = tl.arange(0, BK)
-                local_row = tl.minimum(tl.arange(0, BM), rows - 1 - first_row)
-                local_column = tl.arange(0, BN)
-                in_columns = local_column < columns - first_column
-                a_at = local_row[:, None] * inner + depth[None, :]
-                a_base = left + (l * rows + first_row).to(tl.int64) * inner
-                b_base = right + l.to(tl.int64) * right_stride
-                if TRANSPOSED:
-                    b_base += first_column.to(tl.int64) * right_pitch
-                    b_at = tl.minimum(local_column, columns - 1 - first_column)[:, None] * right_pitch + depth[None, :]
-                else:
-                    b_base += first_column
-                    b_at = depth[:, None] * right_pitch + local_column[None, :]
-                for k in range(0, inner, BK):
-                    if WHOLE:
-                        a = tl.load(a_base + a_at)
-                        b = tl.load(b_base + b_at)
-                    else:
-                        in_depth = depth < inner - k
-                        a = tl.load(a_base + a_at, mask=in_depth[None, :], other=0.0)
-                        if TRANSPOSED:
-                            b = tl.load(b_base + b_at, mask=in_depth[None, :], other=0.0)
-                        else:
-                            b = tl.load(b_base + b_at, mask=in_depth[:, None] & in_columns[None, :], other=0.0)
-                    accumulator = tl.dot(a, tl.trans(b) if TRANSPOSED else b, accumulator)
-                    a_base += BK
-                    b_base += BK if TRANSPOSED else BK * right_pitch
+                a_tile = left + (l * rows + first_row).to(tl.int64) * inner
+                b_tile = right + l.to(tl.int64) * right_stride
+                b_tile += first_column.to(tl.int64) * right_pitch if TRANSPOSED else first_column
+                accumulator = pointer_product(
+                    a_tile, b_tile, rows - first_row, columns - first_column, inner, inner, right_pitch,
+                    TRANSPOSED, BM, BN, BK, WHOLE,
+                )  # fmt: skip
             owner = tl.load(addresses + row // batch, mask=in_rows, other=0)
             pointer_type: tl.constexpr = tl.pointer_type(bias.dtype.element_ty)
             at_row = ((row % batch).to(tl.int64) * tokens + first + l) * columns
