@@ -102,16 +102,16 @@ def decide(ffn: Any, inputs: torch.Tensor, layout: Layout, settings: Settings) -
     return known[key]
 
 
-def plan_for(ffn: Any, layout: Layout, settings: Settings, bias: str = ADD) -> Plan:
-    """The plan of this layer with this bias form (see `transport.plan_for`)."""
+def plan_for(ffn: Any, layout: Layout, settings: Settings, candidate: probe.Candidate = (INDUCTOR, ADD)) -> Plan:
+    """The plan of this layer with this recipe and bias form (see `transport.plan_for`)."""
     w1, training = ffn.w1, torch.is_grad_enabled()
-    return transport.plan_for(ffn.ep_group, ffn.ep_index, layout, w1.dtype, w1.device, training, bias, settings)
+    return transport.plan_for(ffn.ep_group, ffn.ep_index, layout, w1.dtype, w1.device, training, *candidate, settings)
 
 
 def _static(
     ffn: Any, layout: Layout, settings: Settings, candidate: probe.Candidate, comp_only: bool
 ) -> dict[str, Any]:
-    chosen = plan_for(ffn, layout, settings, candidate[1])
+    chosen = plan_for(ffn, layout, settings, candidate)
     exchanged = layout.P > 1 and not comp_only
     return {
         "sizes": chosen.sizes,
@@ -228,7 +228,7 @@ def _at_trace_time(
     reason: str | None,
     rank: int,
 ) -> tuple[bool, tuple[int, ...], tuple[str, ...], str | None, str]:
-    """(delegated, chunk sizes, directions of our GEMM, group alias, bias form); installs the passes and registers the alias.
+    """(delegated, chunk sizes, what runs by our kernels, group alias, bias form); installs the passes and registers the alias.
 
     `group` is a registered name, or empty for the default group.
     """
@@ -245,6 +245,6 @@ def _at_trace_time(
     layout = Layout(P, B, T, D, H)
     resolved = torch._C._distributed_c10d._resolve_process_group(group) if group else None
     bias = settings.bias or form
-    chosen = transport.plan_for(resolved, rank, layout, dtype, device, training, bias, settings)
+    chosen = transport.plan_for(resolved, rank, layout, dtype, device, training, INDUCTOR, bias, settings)
     alias = overlap_alias(resolved, chosen) if exchanged else None
     return False, chosen.sizes, chosen.triton, alias, bias

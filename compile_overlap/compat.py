@@ -103,6 +103,17 @@ def compiles_no_more() -> bool:
     return eval_frame._stance.stance != "default"
 
 
+def compiled_by_inductor(function: Callable[..., Any], operands: tuple[torch.Tensor, ...]) -> Any:
+    """What `function` returns for these tensors, without gradients, as Inductor compiles it; also while Dynamo traces."""
+    from torch._guards import tracing
+    from torch._inductor.compile_fx import compile_fx
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with tracing(None), torch.no_grad():
+        graph = make_fx(function)(*operands)
+        return compile_fx(graph, list(operands))(*operands)
+
+
 def register_group_alias(alias: str, group: torch.distributed.ProcessGroup) -> None:
     """Make `alias` resolve to `group` in functional collectives; an alias of a destroyed group is replaced."""
     c10d = torch._C._distributed_c10d

@@ -10,6 +10,7 @@
 | `A2A_FFN_RESERVED_SMS` | a count                            | SMs that GEMMs leave to the exchanges (default: by the link) |
 | `A2A_FFN_TRANSPORT` | `collectives`, `peers`               | NCCL, or the peers' memory where the group can (default: collectives) |
 | `A2A_FFN_GEMMS`    | `cublas`, `measured`                   | or our own kernel where it is faster (default: measured) |
+| `A2A_FFN_NORM`     | `inductor`, `triton`                   | Inductor's gated norm, or our kernel where it equals it (default: triton) |
 | `A2A_FFN_COSTS`    | `us,GB/s,TFLOP/s`                      | latency, link and GEMM rate to plan with (default: measured on NCCL groups) |
 | `A2A_FFN_DISABLE_PASSES` | names, or `all`                  | passes to switch off, for ablation                     |
 | `A2A_FFN_STRICT`   | `1`                                    | an error instead of delegating, or of a wrapper that leaves the schedule |
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from . import notice
 from .layout import require
 from .measure import Costs
-from .recipes import BIAS_FORMS, RECIPES
+from .recipes import BIAS_FORMS, INDUCTOR, RECIPES
 
 
 PEERS = "peers"
@@ -32,7 +33,8 @@ CUBLAS = "cublas"
 PREFIX, PLUGIN = "A2A_FFN_", "A2A_FFN_KERNEL_PLUGIN"
 VARIABLES = (
     "A2A_FFN_CHUNKS", "A2A_FFN_RECIPE", "A2A_FFN_BIAS", "A2A_FFN_GRADIENTS", "A2A_FFN_IN_FLIGHT",
-    "A2A_FFN_RESERVED_SMS", "A2A_FFN_TRANSPORT", "A2A_FFN_GEMMS", "A2A_FFN_COSTS", "A2A_FFN_DISABLE_PASSES", "A2A_FFN_STRICT",
+    "A2A_FFN_RESERVED_SMS", "A2A_FFN_TRANSPORT", "A2A_FFN_GEMMS", "A2A_FFN_NORM", "A2A_FFN_COSTS", "A2A_FFN_DISABLE_PASSES",
+    "A2A_FFN_STRICT",
 )  # fmt: skip
 
 
@@ -54,6 +56,7 @@ class Settings:
     reserved_sms: int | None = None
     transport: str | None = None
     gemms: str | None = None
+    norm: str | None = None
     costs: Costs | None = None
     disabled_passes: tuple[str, ...] = ()
     strict: bool = False
@@ -79,6 +82,7 @@ class Settings:
             reserved_sms=_count("A2A_FFN_RESERVED_SMS", 0),
             transport=_one_of("A2A_FFN_TRANSPORT", ("collectives", PEERS)),
             gemms=_one_of("A2A_FFN_GEMMS", (CUBLAS, "measured")),
+            norm=_one_of("A2A_FFN_NORM", (INDUCTOR, "triton")),
             costs=_costs("A2A_FFN_COSTS"),
             disabled_passes=_passes("A2A_FFN_DISABLE_PASSES"),
             strict=strict,

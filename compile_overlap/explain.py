@@ -9,7 +9,7 @@ import torch
 from . import api, plan
 from .config import Settings
 from .layout import Layout, check_call
-from .recipes import ADD
+from .recipes import ADD, EAGER_EXACT, INDUCTOR, NORM
 from .schedule import FORWARD, START, Plan, Work, build
 
 
@@ -24,7 +24,8 @@ def explain(ffn: Any, inputs: torch.Tensor) -> str:
     decision = None if reason else api.decide(ffn, inputs, layout, settings)
     if decision is not None and decision.recipe is None:
         reason = decision.reason
-    chosen = api.plan_for(ffn, layout, settings, (decision and decision.bias) or ADD)
+    taken = decision is not None and reason is None
+    chosen = api.plan_for(ffn, layout, settings, (decision.recipe, decision.bias) if taken else (INDUCTOR, ADD))
     sizes = chosen.sizes
     sent = layout.exchange_bytes(inputs.element_size())
     lines = [
@@ -35,6 +36,7 @@ def explain(ffn: Any, inputs: torch.Tensor) -> str:
         f"exchange   {_size(sent)} sent per rank in each dispatch and each combine",
         f"transport  {_transport(layout.P, inputs, chosen)}",
         f"gemms      {_gemms(inputs, chosen)}",
+        f"norm       {_norm(inputs, chosen, taken and decision.recipe == EAGER_EXACT)}",
     ]
     if reason is not None:
         lines.append(f"recipe     none: the reference overlap='none' answers, because {reason}")
@@ -67,5 +69,15 @@ def _transport(P: int, inputs: torch.Tensor, chosen: Plan) -> str:
 
 
 def _gemms(inputs: torch.Tensor, chosen: Plan) -> str:
-    own = "".join(f"; each chunk's first one {direction} by our kernel" for direction in chosen.triton)
+    directions = (name for name in chosen.triton if not name.startswith(NORM))
+    own = "".join(f"; each chunk's first one {direction} by our kernel" for direction in directions)
     return f"{'cuBLAS' if inputs.is_cuda else 'ATen'}{own}"
+
+
+def _norm(inputs: torch.Tensor, chosen: Plan, exact: bool) -> str:
+    order = next((name[len(NORM) :] for name in chosen.triton if name.startswith(NORM)), None)
+    if order is not None:
+        return f"our kernel, which sums in the order of Inductor's: lanes x warps = {order}"
+    if exact:
+        return "our kernel where it equals ATen's" if inputs.is_cuda else "ATen's"
+    return "fused by Inductor"

@@ -42,8 +42,9 @@ class Plan:
     `sizes`: tokens of each chunk along L. `ratio_16ths`: a chunk's exchange time over its forward compute time, in 16ths.
     `ahead`: chunks whose first exchange may be in flight or unread beyond the one that is computed: the in-flight
     budget. `backlog`: chunks whose weight gradients may be owed. `reserved_sms`: SMs that GEMMs leave to the exchanges.
-    `peers`: exchanges go through the peers' memory instead of collectives. `triton`: directions in which each chunk's
-    first GEMM runs by our kernel instead of cuBLAS. `disabled`: passes that are switched off.
+    `peers`: exchanges go through the peers' memory instead of collectives. `triton`: what runs by our kernels
+    instead of the compiler's choice: `forward`, `backward`, each chunk's first GEMM there; `norm1024x8`, the gated norm,
+    summed in that order. `disabled`: passes that are switched off.
     """
 
     sizes: tuple[int, ...]
@@ -65,7 +66,7 @@ class Plan:
     def parse(cls, text: str) -> Plan:
         """The plan that `str` wrote. Raises ValueError for any other text."""
         numbers = r"(\d+(?:,\d+)*) r(\d+) a(\d+) b(\d+) s(\d+)"
-        found = re.fullmatch(numbers + r"( peers)?(?: triton=([a-z,]+))?(?: off=([a-z,-]+))?", text)
+        found = re.fullmatch(numbers + r"( peers)?(?: triton=([a-z0-9,]+))?(?: off=([a-z,-]+))?", text)
         if found is None:
             raise ValueError(f"plan = {text!r}: must be sizes, ratio, ahead and backlog, such as '8,8 r4 a2 b1 s0'")
         sizes, *numbers, peers, triton, disabled = found.groups()

@@ -10,26 +10,29 @@ import torch
 import torch.distributed as dist
 
 from . import group as groups
-from . import gemms, measure, notice, plan, rooms
+from . import gemms, measure, norms, notice, plan, rooms
 from .config import CUBLAS, PEERS, Settings
 from .kernels import gemm_combine
 from .layout import Layout
-from .recipes import ADD
+from .recipes import ADD, INDUCTOR
 from .schedule import Plan
 
 
 def plan_for(
-    group: Any, rank: int, layout: Layout, dtype: torch.dtype, device: torch.device, training: bool, bias: str,
-    settings: Settings,
+    group: Any, rank: int, layout: Layout, dtype: torch.dtype, device: torch.device, training: bool, recipe: str,
+    bias: str, settings: Settings,
 ) -> Plan:  # fmt: skip
     """The plan of a layer on this group, with buffers for it where it exchanges through the peers' memory.
 
     A group's first plan measures the group, and each plan's decision is the group's: all its ranks call this together.
     """
     chosen = _exchanging(group, rank, layout, dtype, device, training, bias, settings)
-    if settings.gemms == CUBLAS or chosen.reserved_sms:  # our kernel takes all SMs
-        return chosen
-    return replace(chosen, triton=gemms.agreed(group, layout, chosen.sizes, dtype, device, training, bias))
+    own = ()
+    if settings.gemms != CUBLAS and not chosen.reserved_sms:  # our GEMM takes all SMs
+        own += gemms.agreed(group, layout, chosen.sizes, dtype, device, training, bias)
+    if recipe == INDUCTOR and settings.norm != INDUCTOR:
+        own += norms.agreed(group, layout, dtype, device, bias)
+    return replace(chosen, triton=own)
 
 
 def _exchanging(group, rank, layout, dtype, device, training, bias, settings) -> Plan:
@@ -93,4 +96,5 @@ def reset() -> None:
     """Forget what was decided and measured, and the buffers."""
     _DECIDED.clear()
     gemms.reset()
+    norms.reset()
     rooms.reset()

@@ -25,8 +25,9 @@ except ImportError:
 
 from ..operators import fake_of, operator
 
-_ROW_BLOCK = 1024
-_TILE_ROWS, _TILE_COLUMNS, _TILE_WARPS = 4, 128, 4
+# Fastest of seven and of seventeen on an H200, at 32 tokens of 1,024 rows and H = 7680: 0.54 and 0.92 ms.
+_ROW_BLOCK, _ROW_WARPS = 512, 2
+_TILE_ROWS, _TILE_COLUMNS, _TILE_WARPS = 1, 512, 4
 
 
 def takes(z: torch.Tensor) -> bool:
@@ -65,7 +66,7 @@ def gated_norm_grad(
     )  # fmt: skip
     shared = {"H": hidden, "HAS_BIAS": bias is not None}
     block = min(_ROW_BLOCK, triton.next_power_of_2(hidden))
-    _row_sums[(length * rows,)](*operands, sums, rows, length * rows, **shared, BLOCK=block, num_warps=4)
+    _row_sums[(length * rows,)](*operands, sums, rows, length * rows, **shared, BLOCK=block, num_warps=_ROW_WARPS)
     grid = (triton.cdiv(hidden, _TILE_COLUMNS), length)
     _columns[grid](
         *operands, sums, dz, h, dbias, partial, rows, length * rows, **shared,

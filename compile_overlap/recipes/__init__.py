@@ -12,11 +12,10 @@ Each with the two biases added after the product (`add`) or inside it (`baddbmm`
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch.autograd import Function
 
 from .. import compat
-from ..kernels import chunk_gemm_triton, gated_norm_grad
+from ..kernels import chunk_gemm_triton, gated_norm_grad, inductor_gated_norm
 from ..schedule import BACKWARD, FORWARD
 from . import exact
 
@@ -24,6 +23,7 @@ EAGER_EXACT, INDUCTOR = "eager_exact", "inductor"
 RECIPES = (EAGER_EXACT, INDUCTOR)
 ADD, BADDBMM = "add", "baddbmm"
 BIAS_FORMS = (ADD, BADDBMM)
+NORM = "norm"  # with an order, `norm1024x8`: our kernel for the `inductor` recipe's gated norm
 
 
 def local_ffns(
@@ -45,14 +45,15 @@ def local_ffns(
 
     `norms` are gamma_x, beta_x, gamma_gate, beta_gate [H] in the weights' dtype. `exact_gradients` makes every gradient
     of `eager_exact` eager's (see `exact`); the `inductor` recipe, whose sums are in fp32, has no use for it.
-    `triton`: the directions in which each chunk's first GEMM, if it is a `bmm`, runs by `chunk_bmm_triton`.
+    `triton`: what runs by our kernels (see `schedule.Plan`): first GEMMs that are a `bmm`, the `inductor` recipe's norm.
     """
     weights = zip(w1.split(sizes), wout.split(sizes))
     own = tuple(direction in triton for direction in (FORWARD, BACKWARD))
     if recipe == INDUCTOR:
         biases = zip((b.unsqueeze(1) for b in b1.split(sizes)), (b.unsqueeze(1) for b in bout.split(sizes)))
         shared = zip(*(_Share.apply(norm, len(sizes)) for norm in norms))
-        return [_fused(*w, *b, n, bias, eps, own) for w, b, n in zip(weights, biases, shared)]
+        orders = [tuple(map(int, name[len(NORM) :].split("x"))) for name in triton if name.startswith(NORM)]
+        return [_fused(*w, *b, n, bias, eps, own, orders[0] if orders else None) for w, b, n in zip(weights, biases, shared)]
     norms = exact.Norms.of(norms)
     expanded_bout = [t.transpose(0, 1) for t in exact.expand_rows(bout, rows).split(sizes, dim=1)]
     added = bias == ADD
@@ -98,7 +99,7 @@ def _exact(w1, wout, b1, bout, norms, bias, eps, own, carriers):
     return run
 
 
-def _fused(w1, wout, b1, bout, norms, bias, eps, own):
+def _fused(w1, wout, b1, bout, norms, bias, eps, own, order):
     def run(x_lnd):
         if bias == ADD:
             z_lnf, shift = chunk_gemm_triton.bmm(x_lnd, w1, own[0]), b1
@@ -106,22 +107,22 @@ def _fused(w1, wout, b1, bout, norms, bias, eps, own):
             z_lnf, shift = torch.baddbmm(b1, x_lnd, w1), None
         added = None if bias == ADD else bout
         if gated_norm_grad.takes(z_lnf) and torch.is_grad_enabled():
-            y_lnd = _GatedProjection.apply(z_lnf, shift, *norms, wout, added, *eps, own[1])
+            saved = any(tensor.requires_grad for tensor in (z_lnf, b1, *norms))
+            rounded = compat.ROUNDS_SAVED_SUMS_ONLY and shift is not None and saved
+            y_lnd = _GatedProjection.apply(z_lnf, shift, *norms, wout, added, *eps, own[1], order, rounded)
         else:
-            y_lnd = _project(_gated_norm(z_lnf, shift, norms, eps)[0], wout, added)
+            y_lnd = _project(_gated_norm(z_lnf, shift, norms, eps, order, False)[0], wout, added)
         return y_lnd + bout if bias == ADD else y_lnd
 
     return run
 
 
-def _gated_norm(z_lnf, shift, norms, eps):
+def _gated_norm(z_lnf, shift, norms, eps, order, rounded):
     """The product [l,n,H], and mean and reciprocal deviation of both norms, each [l,n,1]."""
-    gamma_x, beta_x, gamma_gate, beta_gate = norms
-    u, g = (z_lnf if shift is None else z_lnf + shift).chunk(2, dim=-1)
-    hidden = (u.shape[-1],)
-    normed, *stats_x = torch.native_layer_norm(u, hidden, gamma_x, beta_x, eps[0])
-    gate, *stats_gate = torch.native_layer_norm(g, hidden, gamma_gate, beta_gate, eps[1])
-    return normed * F.silu(gate), *stats_x, *stats_gate
+    if order is None:
+        return inductor_gated_norm.plain(z_lnf, shift, *norms, *eps)
+    bias = None if shift is None else shift.squeeze(1)
+    return inductor_gated_norm.inductor_gated_norm(z_lnf, bias, *norms, *eps, rounded, *order)
 
 
 def _project(h_lnh, wout, bout):
@@ -129,19 +130,19 @@ def _project(h_lnh, wout, bout):
 
 
 class _GatedProjection(Function):
-    """Gated norm and second GEMM: plain operators forward, so that Inductor fuses them as the reference's.
+    """Gated norm and second GEMM: forward plain operators, which Inductor fuses as the reference's, or their kernel.
 
     Backward runs the kernels of `gated_norm_grad`, which read the operands of all its gradients twice instead of once
     for each, and give back the product that the weight gradient needs.
     """
 
     @staticmethod
-    def forward(ctx, z, shift, gamma_x, beta_x, gamma_gate, beta_gate, wout, bout, eps_x, eps_gate, own):
+    def forward(ctx, z, shift, gamma_x, beta_x, gamma_gate, beta_gate, wout, bout, eps_x, eps_gate, own, order, rounded):
         norms = gamma_x, beta_x, gamma_gate, beta_gate
         ctx.shifted, ctx.added, ctx.own = shift is not None, bout is not None, own
-        if compat.ROUNDS_SAVED_SUMS_ONLY and ctx.shifted:
+        if rounded and order is None:
             z, shift = z + shift, None
-        h, *stats = _gated_norm(z, shift, norms, (eps_x, eps_gate))
+        h, *stats = _gated_norm(z, shift, norms, (eps_x, eps_gate), order, rounded)
         ctx.save_for_backward(z, shift, *norms, wout, *stats)
         return _project(h, wout, bout)
 
@@ -156,4 +157,4 @@ class _GatedProjection(Function):
         grad_shift = grad_bias.unsqueeze(1).to(z.dtype) if ctx.shifted else None
         grad_wout = torch.bmm(h.transpose(1, 2), grad)
         grad_bout = grad.sum(1, keepdim=True) if ctx.added else None
-        return grad_z, grad_shift, *grad_norms.to(z.dtype).unbind(), grad_wout, grad_bout, None, None, None
+        return grad_z, grad_shift, *grad_norms.to(z.dtype).unbind(), grad_wout, grad_bout, *(None,) * 5

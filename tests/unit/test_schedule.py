@@ -18,7 +18,7 @@ plans = st.builds(
     backlog=st.integers(0, 3),
     reserved_sms=st.integers(0, 32),
     peers=st.booleans(),
-    triton=st.sampled_from([(), (FORWARD,), (FORWARD, BACKWARD)]),
+    triton=st.sampled_from([(), (FORWARD,), (FORWARD, BACKWARD), (BACKWARD, "norm1024x8")]),
     disabled=st.sampled_from([(), ("reorder",), ("pin-order", "reorder")]),
 )
 

@@ -1,0 +1,246 @@
+"""bias + LN(U) * silu(LN(G)) in one kernel, bit for bit what the kernel that Inductor generates for it computes.
+
+Inductor's looped reduction spreads a row over the lanes of a block, some neighbours to a thread, each with a Welford state
+of its own, and combines them at the end (torch._inductor.runtime.triton_helpers). Block and warps, which heuristics and
+timings choose, decide the order of the sum. This kernel keeps the order, and saves what makes the generated one twice as
+slow: a lane's count is known, so that the division by it is a product with a constant; only the last step is masked;
+values are loaded and unpacked in pairs; the gate needs no case for large numbers.
+
+`order_of` finds block and warps: it lets Inductor compile the expression for as many rows and compares every bit, of the
+statistics too. Where no order fits (persistent reductions of short rows, split ones of few rows, another version) there
+is none, and Inductor's own kernel stays.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from .. import compat
+from ..operators import fake_of, operator
+
+try:
+    import triton
+    import triton.language as tl
+    from torch._inductor.runtime import triton_helpers
+    from triton.language.extra import libdevice
+
+    from .exact_gated_norm import _pack_bf16x2, _silu
+except ImportError:
+    triton = None
+
+
+
+class Order(NamedTuple):
+    """In which order a row is summed: lanes of a step, and warps over which they are spread."""
+
+    block: int
+    warps: int
+
+
+ORDERS = (Order(1024, 8), Order(512, 8), Order(512, 4), Order(1024, 4), Order(2048, 16), Order(2048, 8))
+_EPS = 1e-5
+
+
+def plain(z, shift, gamma_x, beta_x, gamma_gate, beta_gate, eps_x: float, eps_gate: float):
+    """The expression in plain operators: the product [l,n,H], mean and reciprocal deviation of both norms [l,n,1].
+
+    z [l,n,2H], shift [l,1,2H] or None, the norms' weights [H].
+    """
+    u, g = (z if shift is None else z + shift).chunk(2, dim=-1)
+    hidden = (u.shape[-1],)
+    normed, *stats_x = torch.native_layer_norm(u, hidden, gamma_x, beta_x, eps_x)
+    gate, *stats_gate = torch.native_layer_norm(g, hidden, gamma_gate, beta_gate, eps_gate)
+    return normed * F.silu(gate), *stats_x, *stats_gate
+
+
+@operator
+def inductor_gated_norm(
+    z: torch.Tensor,
+    bias: torch.Tensor | None,
+    gamma_x: torch.Tensor,
+    beta_x: torch.Tensor,
+    gamma_gate: torch.Tensor,
+    beta_gate: torch.Tensor,
+    eps_x: float,
+    eps_gate: float,
+    rounded: bool,
+    block: int,
+    warps: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `plain` returns, for z [l,n,2H], bias [l,2H] and norm weights [H] in bf16 or fp16, H even, on CUDA.
+
+    `rounded`: the biased input is rounded to that dtype, as where it is saved. `block`, `warps`: an `Order`.
+    """
+    length, rows, twice_hidden = z.shape
+    z = z.contiguous()
+    out = z.new_empty((length, rows, twice_hidden // 2))
+    stats = [z.new_empty((length, rows, 1), dtype=torch.float32) for _ in range(4)]
+    _inductor_gated_norm[(length * rows,)](
+        z, z if bias is None else bias.contiguous(),
+        *(norm.contiguous() for norm in (gamma_x, beta_x, gamma_gate, beta_gate)),
+        out, *stats, rows, eps_x, eps_gate, 1.0,
+        H=twice_hidden // 2, HAS_BIAS=bias is not None, ROUNDED=rounded, BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+    return (out, *stats)
+
+
+@fake_of(inductor_gated_norm)
+def _(z, bias, gamma_x, beta_x, gamma_gate, beta_gate, eps_x, eps_gate, rounded, block, warps):
+    length, rows, twice_hidden = z.shape
+    stats = [z.new_empty((length, rows, 1), dtype=torch.float32) for _ in range(4)]
+    return (z.new_empty((length, rows, twice_hidden // 2)), *stats)
+
+
+@functools.lru_cache(maxsize=None)
+def order_of(rows: int, hidden: int, biased: bool, dtype: torch.dtype, device: torch.device) -> Order | None:
+    """The order in which Inductor sums each of `rows` rows of this expression; None where it is none of `ORDERS`.
+
+    Compiles the expression and runs it on so many random rows: some seconds, once for each kind.
+    """
+    usable = triton is not None and device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and hidden % 2 == 0
+    if not usable or torch.cuda.get_device_capability(device) < (9, 0):
+        return None
+    generator = torch.Generator(device).manual_seed(hidden)
+    draw = functools.partial(torch.randn, device=device, dtype=dtype, generator=generator)
+    z, bias, *norms = (draw(shape) for shape in ((1, rows, 2 * hidden), (1, 2 * hidden), *[(hidden,)] * 4))
+
+    def expression(z, shift, *norms):
+        return plain(z, shift if biased else None, *norms, _EPS, _EPS)
+
+    expected = compat.compiled_by_inductor(expression, (z, bias.unsqueeze(1), *norms))
+    for order in ORDERS:
+        if order.block <= 2 * hidden:
+            got = inductor_gated_norm(z, bias if biased else None, *norms, _EPS, _EPS, False, *order)
+            if all(torch.equal(ours, theirs) for ours, theirs in zip(got, expected)):
+                return order
+    return None
+
+
+if triton is not None:
+
+    @triton.jit
+    def _load(pointer, at, ok, MASKED: tl.constexpr):
+        if MASKED:
+            return tl.load(pointer + at, mask=ok, other=0)
+        return tl.load(pointer + at)
+
+    @triton.jit
+    def _two(pair, like):
+        """The two values of each pair, in fp32."""
+        if like.dtype.element_ty == tl.bfloat16:
+            return (pair << 16).to(tl.float32, bitcast=True), (pair & -65536).to(tl.float32, bitcast=True)
+        low, high = pair.to(tl.int16), (pair >> 16).to(tl.int16)
+        return low.to(tl.float16, bitcast=True).to(tl.float32), high.to(tl.float16, bitcast=True).to(tl.float32)
+
+    @triton.jit
+    def _biased(z, bias, like, at, ok, MASKED: tl.constexpr, HAS_BIAS: tl.constexpr, ROUNDED: tl.constexpr):
+        low, high = _two(_load(z, at, ok, MASKED), like)
+        if HAS_BIAS:
+            bias_low, bias_high = _two(_load(bias, at, ok, MASKED), like)
+            low += bias_low
+            high += bias_high
+            if ROUNDED:
+                low = low.to(like.dtype.element_ty).to(tl.float32)
+                high = high.to(like.dtype.element_ty).to(tl.float32)
+        return low, high
+
+    @triton.jit
+    def _reciprocal(one, COUNT: tl.constexpr):
+        """The device's approximate reciprocal, by which a full-range division multiplies.
+
+        Times `one`, which the compiler does not know: of a constant it would put the exact reciprocal.
+        """
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [one * COUNT], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+    @triton.jit
+    def _update(value, mean, m2, one, ok, STEP: tl.constexpr, MASKED: tl.constexpr):
+        if STEP == 0:
+            new_mean = value
+            new_m2 = tl.zeros_like(value)
+        else:
+            delta = value - mean
+            new_mean = tl.math.fma(delta, _reciprocal(one, STEP + 1), mean)
+            new_m2 = tl.math.fma(delta, value - new_mean, m2)
+        if MASKED:
+            new_mean = tl.where(ok, new_mean, mean)
+            new_m2 = tl.where(ok, new_m2, m2)
+        return new_mean, new_m2
+
+    @triton.jit
+    def _normed(low, high, mean, rstd, gamma, beta, like, at, ok, MASKED: tl.constexpr):
+        gamma_low, gamma_high = _two(_load(gamma, at, ok, MASKED), like)
+        beta_low, beta_high = _two(_load(beta, at, ok, MASKED), like)
+        low = tl.math.fma((low - mean) * rstd, gamma_low, beta_low)
+        return low, tl.math.fma((high - mean) * rstd, gamma_high, beta_high)
+
+    @triton.jit
+    def _pack(low, high, like):
+        if like.dtype.element_ty == tl.bfloat16:
+            return _pack_bf16x2(low, high)
+        low = low.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+        high = high.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+        return (low & 65535) | (high << 16)
+
+    @triton.jit
+    def _inductor_gated_norm(
+        z_ptr, bias_ptr, gamma_x_ptr, beta_x_ptr, gamma_gate_ptr, beta_gate_ptr, out_ptr,
+        mean_x_ptr, rstd_x_ptr, mean_gate_ptr, rstd_gate_ptr, rows, eps_x, eps_gate, one,
+        H: tl.constexpr, HAS_BIAS: tl.constexpr, ROUNDED: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        # Two values lie in each word that is loaded and stored.
+        PAIRS: tl.constexpr = H // 2
+        LANES: tl.constexpr = BLOCK // 2
+        STEPS: tl.constexpr = (H + BLOCK - 1) // BLOCK
+        word: tl.constexpr = tl.pointer_type(tl.int32)
+        row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+        u = z_ptr.to(word) + row[:, None] * H
+        bias_u = bias_ptr.to(word) + (tl.program_id(0) // rows).to(tl.int64) * H
+        gamma_x, beta_x = gamma_x_ptr.to(word), beta_x_ptr.to(word)
+        gamma_gate, beta_gate = gamma_gate_ptr.to(word), beta_gate_ptr.to(word)
+        g, bias_g = u + PAIRS, bias_u + PAIRS
+        lane = tl.arange(0, LANES)[None, :]
+        mean_u0 = tl.zeros([1, LANES], tl.float32)
+        mean_u1, mean_g0, mean_g1 = mean_u0, mean_u0, mean_u0
+        m2_u0, m2_u1, m2_g0, m2_g1 = mean_u0, mean_u0, mean_u0, mean_u0
+        for step in tl.static_range(STEPS):
+            at = step * LANES + lane
+            ok = at < PAIRS
+            u0, u1 = _biased(u, bias_u, z_ptr, at, ok, (step + 1) * LANES > PAIRS, HAS_BIAS, ROUNDED)
+            g0, g1 = _biased(g, bias_g, z_ptr, at, ok, (step + 1) * LANES > PAIRS, HAS_BIAS, ROUNDED)
+            mean_u0, m2_u0 = _update(u0, mean_u0, m2_u0, one, ok, step, (step + 1) * LANES > PAIRS)
+            mean_u1, m2_u1 = _update(u1, mean_u1, m2_u1, one, ok, step, (step + 1) * LANES > PAIRS)
+            mean_g0, m2_g0 = _update(g0, mean_g0, m2_g0, one, ok, step, (step + 1) * LANES > PAIRS)
+            mean_g1, m2_g1 = _update(g1, mean_g1, m2_g1, one, ok, step, (step + 1) * LANES > PAIRS)
+        count = tl.where(tl.arange(0, BLOCK)[None, :] < H - (STEPS - 1) * BLOCK, STEPS * 1.0, (STEPS - 1) * 1.0)
+        mean_x, var_x, _ = triton_helpers.welford(tl.interleave(mean_u0, mean_u1), tl.interleave(m2_u0, m2_u1), count, 1)
+        mean_gate, var_gate, _ = triton_helpers.welford(
+            tl.interleave(mean_g0, mean_g1), tl.interleave(m2_g0, m2_g1), count, 1
+        )
+        rstd_x = libdevice.rsqrt(var_x / (H * 1.0) + eps_x)
+        rstd_gate = libdevice.rsqrt(var_gate / (H * 1.0) + eps_gate)
+        tl.store(mean_x_ptr + row, mean_x)
+        tl.store(rstd_x_ptr + row, rstd_x)
+        tl.store(mean_gate_ptr + row, mean_gate)
+        tl.store(rstd_gate_ptr + row, rstd_gate)
+        mean_x, rstd_x, mean_gate, rstd_gate = mean_x[:, None], rstd_x[:, None], mean_gate[:, None], rstd_gate[:, None]
+        out = out_ptr.to(word) + row[:, None] * PAIRS
+        for step in tl.static_range(STEPS):
+            at = step * LANES + lane
+            ok = at < PAIRS
+            u0, u1 = _biased(u, bias_u, z_ptr, at, ok, (step + 1) * LANES > PAIRS, HAS_BIAS, ROUNDED)
+            g0, g1 = _biased(g, bias_g, z_ptr, at, ok, (step + 1) * LANES > PAIRS, HAS_BIAS, ROUNDED)
+            u0, u1 = _normed(u0, u1, mean_x, rstd_x, gamma_x, beta_x, z_ptr, at, ok, (step + 1) * LANES > PAIRS)
+            g0, g1 = _normed(
+                g0, g1, mean_gate, rstd_gate, gamma_gate, beta_gate, z_ptr, at, ok, (step + 1) * LANES > PAIRS
+            )
+            pair = _pack(u0 * _silu(g0), u1 * _silu(g1), z_ptr)
+            if (step + 1) * LANES > PAIRS:
+                tl.store(out + at, pair, mask=ok)
+            else:
+                tl.store(out + at, pair)
