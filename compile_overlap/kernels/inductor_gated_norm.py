@@ -149,28 +149,40 @@ if triton is not None:
         return low, high
 
     @triton.jit
-    def _reciprocal(one, COUNT: tl.constexpr):
-        """The device's approximate reciprocal, by which a full-range division multiplies.
-
-        Times `one`, which the compiler does not know: of a constant it would put the exact reciprocal.
-        """
-        return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [one * COUNT], dtype=tl.float32, is_pure=True, pack=1
-        )
+    def _update(value, mean, m2, reciprocal):
+        delta = value - mean
+        new_mean = tl.math.fma(delta, reciprocal, mean)
+        return new_mean, tl.math.fma(delta, value - new_mean, m2)
 
     @triton.jit
-    def _update(value, mean, m2, one, ok, STEP: tl.constexpr, MASKED: tl.constexpr):
-        if STEP == 0:
-            new_mean = value
-            new_m2 = tl.zeros_like(value)
-        else:
-            delta = value - mean
-            new_mean = tl.math.fma(delta, _reciprocal(one, STEP + 1), mean)
-            new_m2 = tl.math.fma(delta, value - new_mean, m2)
+    def _step(
+        u, g, bias_u, bias_g, like, at, ok, count,
+        mean_u0, m2_u0, mean_u1, m2_u1, mean_g0, m2_g0, mean_g1, m2_g1,
+        MASKED: tl.constexpr, HAS_BIAS: tl.constexpr, ROUNDED: tl.constexpr,
+    ):  # fmt: skip
+        """One more value in each lane's four states; `count` says how many there are then.
+
+        A full-range division by it multiplies by the device's approximate reciprocal, and fuses that with the addition.
+        """
+        u0, u1 = _biased(u, bias_u, like, at, ok, MASKED, HAS_BIAS, ROUNDED)
+        g0, g1 = _biased(g, bias_g, like, at, ok, MASKED, HAS_BIAS, ROUNDED)
+        reciprocal = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [count], dtype=tl.float32, is_pure=True, pack=1
+        )
+        new_mean_u0, new_m2_u0 = _update(u0, mean_u0, m2_u0, reciprocal)
+        new_mean_u1, new_m2_u1 = _update(u1, mean_u1, m2_u1, reciprocal)
+        new_mean_g0, new_m2_g0 = _update(g0, mean_g0, m2_g0, reciprocal)
+        new_mean_g1, new_m2_g1 = _update(g1, mean_g1, m2_g1, reciprocal)
         if MASKED:
-            new_mean = tl.where(ok, new_mean, mean)
-            new_m2 = tl.where(ok, new_m2, m2)
-        return new_mean, new_m2
+            new_mean_u0 = tl.where(ok, new_mean_u0, mean_u0)
+            new_m2_u0 = tl.where(ok, new_m2_u0, m2_u0)
+            new_mean_u1 = tl.where(ok, new_mean_u1, mean_u1)
+            new_m2_u1 = tl.where(ok, new_m2_u1, m2_u1)
+            new_mean_g0 = tl.where(ok, new_mean_g0, mean_g0)
+            new_m2_g0 = tl.where(ok, new_m2_g0, m2_g0)
+            new_mean_g1 = tl.where(ok, new_mean_g1, mean_g1)
+            new_m2_g1 = tl.where(ok, new_m2_g1, m2_g1)
+        return new_mean_u0, new_m2_u0, new_mean_u1, new_m2_u1, new_mean_g0, new_m2_g0, new_mean_g1, new_m2_g1
 
     @triton.jit
     def _normed(low, high, mean, rstd, gamma, beta, like, at, ok, MASKED: tl.constexpr):
@@ -188,15 +200,28 @@ if triton is not None:
         return (low & 65535) | (high << 16)
 
     @triton.jit
+    def _gate(
+        u, g, bias_u, bias_g, gamma_x, beta_x, gamma_gate, beta_gate, mean_x, rstd_x, mean_gate, rstd_gate, like, at, ok,
+        MASKED: tl.constexpr, HAS_BIAS: tl.constexpr, ROUNDED: tl.constexpr,
+    ):  # fmt: skip
+        u0, u1 = _biased(u, bias_u, like, at, ok, MASKED, HAS_BIAS, ROUNDED)
+        g0, g1 = _biased(g, bias_g, like, at, ok, MASKED, HAS_BIAS, ROUNDED)
+        u0, u1 = _normed(u0, u1, mean_x, rstd_x, gamma_x, beta_x, like, at, ok, MASKED)
+        g0, g1 = _normed(g0, g1, mean_gate, rstd_gate, gamma_gate, beta_gate, like, at, ok, MASKED)
+        return _pack(u0 * _silu(g0), u1 * _silu(g1), like)
+
+    @triton.jit
     def _inductor_gated_norm(
         z_ptr, bias_ptr, gamma_x_ptr, beta_x_ptr, gamma_gate_ptr, beta_gate_ptr, out_ptr,
         mean_x_ptr, rstd_x_ptr, mean_gate_ptr, rstd_gate_ptr, rows, eps_x, eps_gate, one,
         H: tl.constexpr, HAS_BIAS: tl.constexpr, ROUNDED: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
+        """`one` is 1: a count times a number that the compiler knows would have the exact reciprocal put in its place."""
         # Two values lie in each word that is loaded and stored.
         PAIRS: tl.constexpr = H // 2
         LANES: tl.constexpr = BLOCK // 2
-        STEPS: tl.constexpr = (H + BLOCK - 1) // BLOCK
+        STEPS: tl.constexpr = PAIRS // LANES
+        LEFT: tl.constexpr = PAIRS - STEPS * LANES
         word: tl.constexpr = tl.pointer_type(tl.int32)
         row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
         u = z_ptr.to(word) + row[:, None] * H
@@ -208,16 +233,17 @@ if triton is not None:
         mean_u0 = tl.zeros([1, LANES], tl.float32)
         mean_u1, mean_g0, mean_g1 = mean_u0, mean_u0, mean_u0
         m2_u0, m2_u1, m2_g0, m2_g1 = mean_u0, mean_u0, mean_u0, mean_u0
-        for step in tl.static_range(STEPS):
-            at = step * LANES + lane
-            ok = at < PAIRS
-            u0, u1 = _biased(u, bias_u, z_ptr, at, ok, (step + 1) * LANES > PAIRS, HAS_BIAS, ROUNDED)
-            g0, g1 = _biased(g, bias_g, z_ptr, at, ok, (step + 1) * LANES > PAIRS, HAS_BIAS, ROUNDED)
-            mean_u0, m2_u0 = _update(u0, mean_u0, m2_u0, one, ok, step, (step + 1) * LANES > PAIRS)
-            mean_u1, m2_u1 = _update(u1, mean_u1, m2_u1, one, ok, step, (step + 1) * LANES > PAIRS)
-            mean_g0, m2_g0 = _update(g0, mean_g0, m2_g0, one, ok, step, (step + 1) * LANES > PAIRS)
-            mean_g1, m2_g1 = _update(g1, mean_g1, m2_g1, one, ok, step, (step + 1) * LANES > PAIRS)
-        count = tl.where(tl.arange(0, BLOCK)[None, :] < H - (STEPS - 1) * BLOCK, STEPS * 1.0, (STEPS - 1) * 1.0)
+        for step in range(0, STEPS):
+            mean_u0, m2_u0, mean_u1, m2_u1, mean_g0, m2_g0, mean_g1, m2_g1 = _step(
+                u, g, bias_u, bias_g, z_ptr, step * LANES + lane, lane < LANES, one * (step + 1),
+                mean_u0, m2_u0, mean_u1, m2_u1, mean_g0, m2_g0, mean_g1, m2_g1, False, HAS_BIAS, ROUNDED,
+            )  # fmt: skip
+        if LEFT > 0:
+            mean_u0, m2_u0, mean_u1, m2_u1, mean_g0, m2_g0, mean_g1, m2_g1 = _step(
+                u, g, bias_u, bias_g, z_ptr, STEPS * LANES + lane, lane < LEFT, one * (STEPS + 1),
+                mean_u0, m2_u0, mean_u1, m2_u1, mean_g0, m2_g0, mean_g1, m2_g1, True, HAS_BIAS, ROUNDED,
+            )  # fmt: skip
+        count = tl.where(tl.arange(0, BLOCK)[None, :] < 2 * LEFT, STEPS + 1.0, STEPS * 1.0)
         mean_x, var_x, _ = triton_helpers.welford(tl.interleave(mean_u0, mean_u1), tl.interleave(m2_u0, m2_u1), count, 1)
         mean_gate, var_gate, _ = triton_helpers.welford(
             tl.interleave(mean_g0, mean_g1), tl.interleave(m2_g0, m2_g1), count, 1
@@ -230,17 +256,17 @@ if triton is not None:
         tl.store(rstd_gate_ptr + row, rstd_gate)
         mean_x, rstd_x, mean_gate, rstd_gate = mean_x[:, None], rstd_x[:, None], mean_gate[:, None], rstd_gate[:, None]
         out = out_ptr.to(word) + row[:, None] * PAIRS
-        for step in tl.static_range(STEPS):
+        for step in range(0, STEPS):
             at = step * LANES + lane
-            ok = at < PAIRS
-            u0, u1 = _biased(u, bias_u, z_ptr, at, ok, (step + 1) * LANES > PAIRS, HAS_BIAS, ROUNDED)
-            g0, g1 = _biased(g, bias_g, z_ptr, at, ok, (step + 1) * LANES > PAIRS, HAS_BIAS, ROUNDED)
-            u0, u1 = _normed(u0, u1, mean_x, rstd_x, gamma_x, beta_x, z_ptr, at, ok, (step + 1) * LANES > PAIRS)
-            g0, g1 = _normed(
-                g0, g1, mean_gate, rstd_gate, gamma_gate, beta_gate, z_ptr, at, ok, (step + 1) * LANES > PAIRS
-            )
-            pair = _pack(u0 * _silu(g0), u1 * _silu(g1), z_ptr)
-            if (step + 1) * LANES > PAIRS:
-                tl.store(out + at, pair, mask=ok)
-            else:
-                tl.store(out + at, pair)
+            pair = _gate(
+                u, g, bias_u, bias_g, gamma_x, beta_x, gamma_gate, beta_gate,
+                mean_x, rstd_x, mean_gate, rstd_gate, z_ptr, at, lane < LANES, False, HAS_BIAS, ROUNDED,
+            )  # fmt: skip
+            tl.store(out + at, pair)
+        if LEFT > 0:
+            at = STEPS * LANES + lane
+            pair = _gate(
+                u, g, bias_u, bias_g, gamma_x, beta_x, gamma_gate, beta_gate,
+                mean_x, rstd_x, mean_gate, rstd_gate, z_ptr, at, lane < LEFT, True, HAS_BIAS, ROUNDED,
+            )  # fmt: skip
+            tl.store(out + at, pair, mask=lane < LEFT)
