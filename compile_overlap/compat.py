@@ -9,6 +9,7 @@
 | arguments of operators without a layout tag      | made contiguous  | as traced                  |
 | the store of symmetric memory                    | a file           | the group's                |
 | the norm of a sum that is not saved              | does not round it | as of a saved one         |
+| Inductor's silu                                  | x sigmoid(x)     | x / (1 + exp(-x))          |
 
 What reads internals that no version makes public is here too: `comptime_value`, `global_state`,
 `is_intercepted`, `transform_in_use`, `compiles_no_more`.
@@ -30,6 +31,8 @@ CustomSchedulerPass = getattr(custom_graph_pass, "CustomSchedulerPass", CustomGr
 # In 2.6.0 Inductor rounds a sum to its dtype before a layer norm only where backward needs the sum, as the reference's
 # does. A layer whose backward needs the two operands instead would differ from the reference in its forward.
 ROUNDS_SAVED_SUMS_ONLY = torch.__version__.startswith("2.6.")
+
+SILU_IS_A_QUOTIENT = not torch.__version__.startswith("2.6.")
 
 # Where this is the default, compiled code hands an operator its arguments with the strides that were traced; 2.6.0 has to
 # be told, or it copies what is not contiguous.

@@ -57,7 +57,7 @@ for part in $parts; do
       for pass in "" --backward; do
         common="--warmup 5 --num-tests 20 --rounds 5 $pass"
         name=overlap_nvlink${pass:+_backward}
-        step "$name" $compare --modes none,kernel,kernel:chunks=4,kernel:naive $common --json "$out/$name.json"
+        step "$name" $compare --modes none,kernel,kernel:chunks=4,kernel:naive,kernel:peers $common --json "$out/$name.json"
         tail -n 9 "$out/$name.log"
         name=overlap_shm${pass:+_backward}
         step "$name" env NCCL_P2P_DISABLE=1 $compare --modes "none,kernel,$peers" $common --json "$out/$name.json"

@@ -83,7 +83,8 @@ def inductor_gated_norm(
         z, z if bias is None else bias.contiguous(),
         *(norm.contiguous() for norm in (gamma_x, beta_x, gamma_gate, beta_gate)),
         out, *stats, rows, eps_x, eps_gate, 1.0,
-        H=twice_hidden // 2, HAS_BIAS=bias is not None, ROUNDED=rounded, BLOCK=block, num_warps=warps,
+        H=twice_hidden // 2, HAS_BIAS=bias is not None, ROUNDED=rounded, QUOTIENT=compat.SILU_IS_A_QUOTIENT,
+        BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return (out, *stats)
 
@@ -185,6 +186,20 @@ if triton is not None:
         return new_mean_u0, new_m2_u0, new_mean_u1, new_m2_u1, new_mean_g0, new_m2_g0, new_mean_g1, new_m2_g1
 
     @triton.jit
+    def _gated(x, gate, QUOTIENT: tl.constexpr):
+        """x silu(gate), silu as the versions write it: gate / (1 + exp(-gate)), or gate * sigmoid(gate).
+
+        A quarter of everything keeps reciprocals normal, and moves no bit of a gate that is 0 or at least 2^-124.
+        """
+        if QUOTIENT:
+            quarter = tl.math.fma(libdevice.exp(-gate), 0.25, 0.25)
+            inverse = tl.inline_asm_elementwise(
+                "rcp.approx.ftz.f32 $0, $1;", "=f,f", [quarter], dtype=tl.float32, is_pure=True, pack=1
+            )
+            return x * (gate * 0.25 * inverse)
+        return x * _silu(gate)
+
+    @triton.jit
     def _normed(low, high, mean, rstd, gamma, beta, like, at, ok, MASKED: tl.constexpr):
         gamma_low, gamma_high = _two(_load(gamma, at, ok, MASKED), like)
         beta_low, beta_high = _two(_load(beta, at, ok, MASKED), like)
@@ -202,19 +217,20 @@ if triton is not None:
     @triton.jit
     def _gate(
         u, g, bias_u, bias_g, gamma_x, beta_x, gamma_gate, beta_gate, mean_x, rstd_x, mean_gate, rstd_gate, like, at, ok,
-        MASKED: tl.constexpr, HAS_BIAS: tl.constexpr, ROUNDED: tl.constexpr,
+        MASKED: tl.constexpr, HAS_BIAS: tl.constexpr, ROUNDED: tl.constexpr, QUOTIENT: tl.constexpr,
     ):  # fmt: skip
         u0, u1 = _biased(u, bias_u, like, at, ok, MASKED, HAS_BIAS, ROUNDED)
         g0, g1 = _biased(g, bias_g, like, at, ok, MASKED, HAS_BIAS, ROUNDED)
         u0, u1 = _normed(u0, u1, mean_x, rstd_x, gamma_x, beta_x, like, at, ok, MASKED)
         g0, g1 = _normed(g0, g1, mean_gate, rstd_gate, gamma_gate, beta_gate, like, at, ok, MASKED)
-        return _pack(u0 * _silu(g0), u1 * _silu(g1), like)
+        return _pack(_gated(u0, g0, QUOTIENT), _gated(u1, g1, QUOTIENT), like)
 
     @triton.jit
     def _inductor_gated_norm(
         z_ptr, bias_ptr, gamma_x_ptr, beta_x_ptr, gamma_gate_ptr, beta_gate_ptr, out_ptr,
         mean_x_ptr, rstd_x_ptr, mean_gate_ptr, rstd_gate_ptr, rows, eps_x, eps_gate, one,
-        H: tl.constexpr, HAS_BIAS: tl.constexpr, ROUNDED: tl.constexpr, BLOCK: tl.constexpr,
+        H: tl.constexpr, HAS_BIAS: tl.constexpr, ROUNDED: tl.constexpr, QUOTIENT: tl.constexpr,
+        BLOCK: tl.constexpr,
     ):  # fmt: skip
         """`one` is 1: a count times a number that the compiler knows would have the exact reciprocal put in its place."""
         # Two values lie in each word that is loaded and stored.
@@ -260,13 +276,13 @@ if triton is not None:
             at = step * LANES + lane
             pair = _gate(
                 u, g, bias_u, bias_g, gamma_x, beta_x, gamma_gate, beta_gate,
-                mean_x, rstd_x, mean_gate, rstd_gate, z_ptr, at, lane < LANES, False, HAS_BIAS, ROUNDED,
+                mean_x, rstd_x, mean_gate, rstd_gate, z_ptr, at, lane < LANES, False, HAS_BIAS, ROUNDED, QUOTIENT,
             )  # fmt: skip
             tl.store(out + at, pair)
         if LEFT > 0:
             at = STEPS * LANES + lane
             pair = _gate(
                 u, g, bias_u, bias_g, gamma_x, beta_x, gamma_gate, beta_gate,
-                mean_x, rstd_x, mean_gate, rstd_gate, z_ptr, at, lane < LEFT, True, HAS_BIAS, ROUNDED,
+                mean_x, rstd_x, mean_gate, rstd_gate, z_ptr, at, lane < LEFT, True, HAS_BIAS, ROUNDED, QUOTIENT,
             )  # fmt: skip
             tl.store(out + at, pair, mask=lane < LEFT)
