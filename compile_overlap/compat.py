@@ -9,6 +9,7 @@
 | arguments of operators without a layout tag      | made contiguous  | as traced                  |
 | the store of symmetric memory                    | a file           | the group's                |
 | the norm of a sum that is not saved              | does not round it | as of a saved one         |
+| a compiled Triton kernel is launched with         | no constants     | all parameters             |
 | Inductor's silu                                  | x sigmoid(x)     | x / (1 + exp(-x))          |
 
 What reads internals that no version makes public is here too: `comptime_value`, `global_state`,
@@ -41,6 +42,14 @@ LAYOUT_TAGS = () if hasattr(torch.Tag, "needs_exact_strides") else (torch.Tag.ne
 OF_ARGUMENTS = "eager_input_vals"
 
 SYMMETRIC_MEMORY_HAS_OWN_STORE = torch.__version__.startswith("2.6.")
+
+try:
+    import triton
+
+    # What a compiled kernel is launched with: all parameters, or those that are no constants (Triton 3.2, of torch 2.6.0).
+    TRITON_LAUNCHES_WITH_CONSTANTS = not triton.__version__.startswith("3.2.")
+except ImportError:
+    TRITON_LAUNCHES_WITH_CONSTANTS = False
 
 _WEAK_DEP_HAS_FAKE = "is_fake" in inspect.signature(WeakDep).parameters
 
@@ -106,15 +115,20 @@ def compiles_no_more() -> bool:
     return eval_frame._stance.stance != "default"
 
 
-def compiled_by_inductor(function: Callable[..., Any], operands: tuple[torch.Tensor, ...]) -> Any:
-    """What `function` returns for these tensors, without gradients, as Inductor compiles it; also while Dynamo traces."""
+def compiled_by_inductor(function: Callable[..., Any], operands: tuple[torch.Tensor, ...]) -> Callable[..., Any]:
+    """`function` as Inductor compiles it for tensors like these, without gradients; also while Dynamo traces."""
     from torch._guards import tracing
     from torch._inductor.compile_fx import compile_fx
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with tracing(None), torch.no_grad():
-        graph = make_fx(function)(*operands)
-        return compile_fx(graph, list(operands))(*operands)
+        compiled = compile_fx(make_fx(function)(*operands), list(operands))
+
+    def call(*tensors):
+        with tracing(None), torch.no_grad():
+            return compiled(*tensors)
+
+    return call
 
 
 def register_group_alias(alias: str, group: torch.distributed.ProcessGroup) -> None:

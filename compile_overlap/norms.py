@@ -16,20 +16,23 @@ from .recipes import ADD, NORM
 _AGREED: weakref.WeakKeyDictionary[Any, dict[Any, tuple[str, ...]]] = weakref.WeakKeyDictionary()
 
 
-def agreed(group: Any, layout: Layout, dtype: torch.dtype, device: torch.device, bias: str) -> tuple[str, ...]:
+def agreed(
+    group: Any, layout: Layout, dtype: torch.dtype, device: torch.device, training: bool, bias: str
+) -> tuple[str, ...]:  # fmt: skip
     """`norm1024x8`, say: our kernel with that order, where it equals Inductor's on every rank; empty where Inductor's stays.
 
-    The rows are the whole layer's, as the reference's norm sees them, and not a chunk's. Probed at the first call for a
+    Its shape is the whole layer's, as the reference's norm sees it, and not a chunk's. Probed at the first call for a
     layout, in which all ranks of the group take part.
     """
     if device.type != "cuda" or layout.P == 1:
         return ()
     known = _AGREED.setdefault(dist.group.WORLD if group is None else group, {})
-    key = (layout, dtype, device, bias)
+    key = (layout, dtype, device, training, bias)
     if key not in known:
 
         def probe():
-            return inductor_gated_norm.order_of(layout.L * layout.rows, layout.H, bias == ADD, dtype, device)
+            biased = bias == ADD
+            return inductor_gated_norm.order_of(layout.L, layout.rows, layout.H, biased, training, dtype, device)
 
         found, _ = groups.attempt(group, layout.P, device, probe)
         known[key] = tuple(

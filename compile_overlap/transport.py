@@ -31,7 +31,7 @@ def plan_for(
     if settings.gemms != CUBLAS and not chosen.reserved_sms:  # our GEMM takes all SMs
         own += gemms.agreed(group, layout, chosen.sizes, dtype, device, training, bias)
     if recipe == INDUCTOR and settings.norm != INDUCTOR:
-        own += norms.agreed(group, layout, dtype, device, bias)
+        own += norms.agreed(group, layout, dtype, device, training, bias)
     return replace(chosen, triton=own)
 
 

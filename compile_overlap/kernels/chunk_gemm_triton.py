@@ -15,6 +15,7 @@ from torch.autograd import Function
 from ..operators import fake_of, operator
 from . import sm_count
 from .gemm_combine import UNALIGNED_TILES, Tile, laid_out, step_of, tile_for
+from .launch import launch
 
 try:
     import triton
@@ -42,8 +43,8 @@ def chunk_bmm_triton(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     inner_step, column_step = step_of(inner), step_of(columns)
     tile = tile_for(length, rows, columns, sms, TILES if inner_step == column_step == 8 else UNALIGNED_TILES)
     tiles = length * triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
-    _chunk_bmm[(min(sms, tiles),)](
-        left, right, out, rows, columns, inner, tiles, left.stride(0), left.stride(1), right.stride(0),
+    launch(
+        _chunk_bmm, (min(sms, tiles),), left, right, out, rows, columns, inner, tiles, left.stride(0), left.stride(1), right.stride(0),
         right.stride(2) if transposed else right.stride(1),
         TRANSPOSED=transposed, BM=tile.rows, BN=tile.columns, BK=_K_BLOCK,
         WHOLE=inner % _K_BLOCK == 0 and rows % tile.rows == 0 and columns % tile.columns == 0,

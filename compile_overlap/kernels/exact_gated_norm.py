@@ -21,6 +21,8 @@ import functools
 
 import torch
 
+from .launch import launch
+
 try:
     import triton
     import triton.language as tl
@@ -52,7 +54,9 @@ def forward(z, bias, gamma_x, beta_x, gamma_gate, beta_gate, eps_x: float, eps_g
     out = z.new_empty((length, rows, hidden))
     stats = [z.new_empty((length, rows, 1), dtype=torch.float32) for _ in range(4)]
     vectors, steps = hidden // _VECTOR, triton.cdiv(hidden // _VECTOR, _LANES)
-    _exact_gated_norm[(length * rows,)](
+    launch(
+        _exact_gated_norm,
+        (length * rows,),
         z,
         z if bias is None else bias.contiguous(),
         *(norm.contiguous() for norm in (gamma_x, beta_x, gamma_gate, beta_gate)),
@@ -96,7 +100,7 @@ def _agrees_with_aten(hidden: int, device: torch.device) -> bool:
     """Whether this device and this version of ATen round as the kernel does: every gate, and rows of three scales."""
     everything = torch.arange(1 << 16, device=device, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     gates = torch.empty_like(everything)
-    _silu_of[(gates.numel() // 1024,)](everything, gates, BLOCK=1024)
+    launch(_silu_of, (gates.numel() // 1024,), everything, gates, BLOCK=1024, num_warps=_WARPS)
     if not torch.equal(gates.nan_to_num(), aten.silu(everything).nan_to_num()):
         return False
     generator = torch.Generator(device).manual_seed(hidden)

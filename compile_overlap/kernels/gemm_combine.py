@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from . import sm_count
+from .launch import launch
 
 try:
     import triton
@@ -108,7 +109,9 @@ def gemm_combine(
     operands = _described(left, right, transposed, tile) if described else (left, right)
     tiles = length * triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
     bias = left if bias is None else bias.contiguous()
-    _gemm_combine[(min(sms, tiles),)](
+    launch(
+        _gemm_combine,
+        (min(sms, tiles),),
         *operands,
         bias,
         addresses,

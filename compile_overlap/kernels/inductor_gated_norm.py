@@ -6,8 +6,7 @@ timings choose, decide the order of the sum. This kernel keeps the order, and sa
 slow: a lane's count is known, so that the division by it is a product with a constant; only the last step is masked;
 values are loaded and unpacked in pairs; the gate needs no case for large numbers.
 
-`order_of` finds block and warps: it lets Inductor compile the expression for as many rows and compares every bit, of the
-statistics too. Where no order fits (persistent reductions of short rows, split ones of few rows, another version) there
+`order_of` finds block and warps: it lets Inductor compile the expression for the same shape and compares every bit. Where no order fits (persistent reductions of short rows, split ones of few rows, another version) there
 is none, and Inductor's own kernel stays.
 """
 
@@ -21,6 +20,7 @@ import torch.nn.functional as F
 
 from .. import compat
 from ..operators import fake_of, operator
+from .launch import launch
 
 try:
     import triton
@@ -42,6 +42,8 @@ class Order(NamedTuple):
 
 
 ORDERS = (Order(1024, 8), Order(512, 8), Order(512, 4), Order(1024, 4), Order(2048, 16), Order(2048, 8))
+_LANES = 128  # pairs that a warp takes at a time where their order does not matter: 16 bytes a thread
+_COMPARED_ROWS = 1024
 _EPS = 1e-5
 
 
@@ -70,55 +72,72 @@ def inductor_gated_norm(
     rounded: bool,
     block: int,
     warps: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `plain` returns, for z [l,n,2H], bias [l,2H] and norm weights [H] in bf16 or fp16, H even, on CUDA.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `plain` returns, the statistics in one tensor [4,l,n,1], for z [l,n,2H], bias [l,2H] and norm weights [H].
 
+    In bf16 or fp16, H even, on CUDA.
     `rounded`: the biased input is rounded to that dtype, as where it is saved. `block`, `warps`: an `Order`.
     """
     length, rows, twice_hidden = z.shape
     z = z.contiguous()
     out = z.new_empty((length, rows, twice_hidden // 2))
-    stats = [z.new_empty((length, rows, 1), dtype=torch.float32) for _ in range(4)]
-    _inductor_gated_norm[(length * rows,)](
-        z, z if bias is None else bias.contiguous(),
+    stats = z.new_empty((4, length, rows, 1), dtype=torch.float32)
+    launch(
+        _inductor_gated_norm, (length * rows,), z, z if bias is None else bias.contiguous(),
         *(norm.contiguous() for norm in (gamma_x, beta_x, gamma_gate, beta_gate)),
-        out, *stats, rows, eps_x, eps_gate, 1.0,
+        out, stats, length * rows, rows, eps_x, eps_gate, 1.0,
         H=twice_hidden // 2, HAS_BIAS=bias is not None, ROUNDED=rounded, QUOTIENT=compat.SILU_IS_A_QUOTIENT,
-        BLOCK=block, num_warps=warps,
+        BLOCK=block, WIDE=min(_LANES * warps, triton.next_power_of_2(twice_hidden // 4)), num_warps=warps,
     )  # fmt: skip
-    return (out, *stats)
+    return out, stats
 
 
 @fake_of(inductor_gated_norm)
 def _(z, bias, gamma_x, beta_x, gamma_gate, beta_gate, eps_x, eps_gate, rounded, block, warps):
     length, rows, twice_hidden = z.shape
-    stats = [z.new_empty((length, rows, 1), dtype=torch.float32) for _ in range(4)]
-    return (z.new_empty((length, rows, twice_hidden // 2)), *stats)
+    stats = z.new_empty((4, length, rows, 1), dtype=torch.float32)
+    return z.new_empty((length, rows, twice_hidden // 2)), stats
+
+
+def unpacked(results: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The operator's results in the form of `plain`'s."""
+    return (results[0], *results[1].unbind())
 
 
 @functools.lru_cache(maxsize=None)
-def order_of(rows: int, hidden: int, biased: bool, dtype: torch.dtype, device: torch.device) -> Order | None:
-    """The order in which Inductor sums each of `rows` rows of this expression; None where it is none of `ORDERS`.
+def order_of(
+    length: int, rows: int, hidden: int, biased: bool, training: bool, dtype: torch.dtype, device: torch.device
+) -> Order | None:
+    """The order in which Inductor sums the rows of this expression for z [length,rows,2*hidden]; None if none of `ORDERS`.
 
-    Compiles the expression and runs it on so many random rows: some seconds, once for each kind.
+    `training` also asks for what backward needs: the statistics and, where they are saved, the rounded sums with the bias.
+    Compiles the expression and runs it on random operands, again and again until 1,024 rows have been compared.
     """
     usable = triton is not None and device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and hidden % 2 == 0
     if not usable or torch.cuda.get_device_capability(device) < (9, 0):
         return None
-    generator = torch.Generator(device).manual_seed(hidden)
-    draw = functools.partial(torch.randn, device=device, dtype=dtype, generator=generator)
-    z, bias, *norms = (draw(shape) for shape in ((1, rows, 2 * hidden), (1, 2 * hidden), *[(hidden,)] * 4))
+    saved = training and biased and compat.ROUNDS_SAVED_SUMS_ONLY
 
     def expression(z, shift, *norms):
-        return plain(z, shift if biased else None, *norms, _EPS, _EPS)
+        z, shift = (z + shift, None) if saved else (z, shift if biased else None)
+        results = plain(z, shift, *norms, _EPS, _EPS)
+        return (*results, z) if saved else results if training else results[:1]
 
-    expected = compat.compiled_by_inductor(expression, (z, bias.unsqueeze(1), *norms))
-    for order in ORDERS:
-        if order.block <= 2 * hidden:
-            got = inductor_gated_norm(z, bias if biased else None, *norms, _EPS, _EPS, False, *order)
-            if all(torch.equal(ours, theirs) for ours, theirs in zip(got, expected)):
-                return order
-    return None
+    generator = torch.Generator(device).manual_seed(hidden)
+    draw = functools.partial(torch.randn, device=device, dtype=dtype, generator=generator)
+    shapes = ((length, rows, 2 * hidden), (length, 1, 2 * hidden), *[(hidden,)] * 4)
+    compiled, fitting = None, [order for order in ORDERS if order.block <= 2 * hidden]
+    for _ in range(-(-_COMPARED_ROWS // (length * rows))):
+        z, shift, *norms = operands = tuple(map(draw, shapes))
+        compiled = compiled or compat.compiled_by_inductor(expression, operands)
+        expected = compiled(*operands)[: 5 if training else 1]
+        bias = shift.squeeze(1) if biased else None
+        fitting = [
+            order
+            for order in fitting
+            if all(map(torch.equal, unpacked(inductor_gated_norm(z, bias, *norms, _EPS, _EPS, saved, *order)), expected))
+        ]
+    return fitting[0] if fitting else None
 
 
 if triton is not None:
@@ -228,9 +247,9 @@ if triton is not None:
     @triton.jit
     def _inductor_gated_norm(
         z_ptr, bias_ptr, gamma_x_ptr, beta_x_ptr, gamma_gate_ptr, beta_gate_ptr, out_ptr,
-        mean_x_ptr, rstd_x_ptr, mean_gate_ptr, rstd_gate_ptr, rows, eps_x, eps_gate, one,
+        stats_ptr, total_rows, rows, eps_x, eps_gate, one,
         H: tl.constexpr, HAS_BIAS: tl.constexpr, ROUNDED: tl.constexpr, QUOTIENT: tl.constexpr,
-        BLOCK: tl.constexpr,
+        BLOCK: tl.constexpr, WIDE: tl.constexpr,
     ):  # fmt: skip
         """`one` is 1: a count times a number that the compiler knows would have the exact reciprocal put in its place."""
         # Two values lie in each word that is loaded and stored.
@@ -266,23 +285,24 @@ if triton is not None:
         )
         rstd_x = libdevice.rsqrt(var_x / (H * 1.0) + eps_x)
         rstd_gate = libdevice.rsqrt(var_gate / (H * 1.0) + eps_gate)
-        tl.store(mean_x_ptr + row, mean_x)
-        tl.store(rstd_x_ptr + row, rstd_x)
-        tl.store(mean_gate_ptr + row, mean_gate)
-        tl.store(rstd_gate_ptr + row, rstd_gate)
+        tl.store(stats_ptr + row, mean_x)
+        tl.store(stats_ptr + total_rows + row, rstd_x)
+        tl.store(stats_ptr + 2 * total_rows + row, mean_gate)
+        tl.store(stats_ptr + 3 * total_rows + row, rstd_gate)
         mean_x, rstd_x, mean_gate, rstd_gate = mean_x[:, None], rstd_x[:, None], mean_gate[:, None], rstd_gate[:, None]
         out = out_ptr.to(word) + row[:, None] * PAIRS
-        for step in range(0, STEPS):
-            at = step * LANES + lane
+        wide = tl.arange(0, WIDE)[None, :]
+        WHOLE: tl.constexpr = PAIRS // WIDE * WIDE
+        for begin in range(0, WHOLE, WIDE):
             pair = _gate(
                 u, g, bias_u, bias_g, gamma_x, beta_x, gamma_gate, beta_gate,
-                mean_x, rstd_x, mean_gate, rstd_gate, z_ptr, at, lane < LANES, False, HAS_BIAS, ROUNDED, QUOTIENT,
+                mean_x, rstd_x, mean_gate, rstd_gate, z_ptr, begin + wide, wide < WIDE, False, HAS_BIAS, ROUNDED, QUOTIENT,
             )  # fmt: skip
-            tl.store(out + at, pair)
-        if LEFT > 0:
-            at = STEPS * LANES + lane
+            tl.store(out + begin + wide, pair)
+        if WHOLE < PAIRS:
+            ok = wide < PAIRS - WHOLE
             pair = _gate(
                 u, g, bias_u, bias_g, gamma_x, beta_x, gamma_gate, beta_gate,
-                mean_x, rstd_x, mean_gate, rstd_gate, z_ptr, at, lane < LEFT, True, HAS_BIAS, ROUNDED, QUOTIENT,
+                mean_x, rstd_x, mean_gate, rstd_gate, z_ptr, WHOLE + wide, ok, True, HAS_BIAS, ROUNDED, QUOTIENT,
             )  # fmt: skip
-            tl.store(out + at, pair, mask=lane < LEFT)
+            tl.store(out + WHOLE + wide, pair, mask=ok)

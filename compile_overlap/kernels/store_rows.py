@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import torch
 
+from .launch import launch
+
 try:
     import triton
     import triton.language as tl
@@ -29,8 +31,8 @@ def store_rows(source: torch.Tensor, addresses: torch.Tensor, first: int, length
     batch, P, tokens, width = source.shape
     piece, begin = length * width, first * width
     blocks = triton.cdiv(piece, _BLOCK)
-    _store_rows[(batch * P * blocks,)](
-        source, addresses, batch, tokens * width, begin, piece, P * batch * begin, blocks, rank, P,
+    launch(
+        _store_rows, (batch * P * blocks,), source, addresses, batch, tokens * width, begin, piece, P * batch * begin, blocks, rank, P,
         BLOCK=_BLOCK, num_warps=_WARPS,
     )  # fmt: skip
 

@@ -10,41 +10,44 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 @pytest.mark.parametrize(
-    "rows, hidden, dtype",
+    "length, rows, hidden, dtype",
     [
-        (128, 7680, torch.bfloat16),
-        (4096, 7680, torch.bfloat16),
-        (512, 1280, torch.bfloat16),
-        (2048, 2560, torch.float16),
-        (1024, 1924, torch.bfloat16),
+        (32, 4, 7680, torch.bfloat16),
+        (32, 128, 7680, torch.bfloat16),
+        (32, 512, 7680, torch.bfloat16),
+        (8, 64, 1280, torch.bfloat16),
+        (8, 256, 2560, torch.float16),
+        (3, 342, 1924, torch.bfloat16),
+        (2, 100, 15360, torch.bfloat16),
     ],
 )
 @pytest.mark.parametrize("biased", [True, False])
-def test_an_order_is_found_and_holds(rows, hidden, dtype, biased):
+@pytest.mark.parametrize("training", [True, False])
+def test_an_order_is_found_and_holds(length, rows, hidden, dtype, biased, training):
     device = torch.device("cuda", torch.cuda.current_device())
-    order = kernel.order_of(rows, hidden, biased, dtype, device)
+    order = kernel.order_of(length, rows, hidden, biased, training, dtype, device)
     assert order in kernel.ORDERS
-    z, bias, *norms = (
-        torch.randn(shape, device=device).to(dtype) for shape in ((2, rows // 2, 2 * hidden), (2, 2 * hidden), *[(hidden,)] * 4)
-    )
-    z[0, 0, : hidden // 2] *= 1e4
+    saved = training and biased and compat.ROUNDS_SAVED_SUMS_ONLY
+    shapes = ((length, rows, 2 * hidden), (length, 1, 2 * hidden), *[(hidden,)] * 4)
+    z, shift, *norms = operands = tuple(torch.randn(shape, device=device).to(dtype) for shape in shapes)
+    z[0, 0, : hidden // 2] *= 1e3
     z[1, 1] = 0.0
-    for rounded in (False, True) if biased else (False,):
-        shift = bias.unsqueeze(1)
-        operands = (z + shift if rounded else z, shift, *norms)
 
-        def expression(z, shift, *norms, rounded=rounded):
-            return kernel.plain(z, shift if biased and not rounded else None, *norms, 1e-5, 1e-5)
+    def expression(z, shift, *norms):
+        z, shift = (z + shift, None) if saved else (z, shift if biased else None)
+        results = kernel.plain(z, shift, *norms, 1e-5, 1e-5)
+        return (*results, z) if saved else results if training else results[:1]
 
-        expected = compat.compiled_by_inductor(expression, operands)
-        got = kernel.inductor_gated_norm(z, bias if biased else None, *norms, 1e-5, 1e-5, rounded, *order)
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, expected))
+    expected = compat.compiled_by_inductor(expression, operands)(*operands)
+    bias = shift.squeeze(1) if biased else None
+    got = kernel.unpacked(kernel.inductor_gated_norm(z, bias, *norms, 1e-5, 1e-5, saved, *order))
+    assert all(map(torch.equal, got, expected[: 5 if training else 1]))
 
 
 def test_no_order_where_the_kernel_does_not_run():
     device = torch.device("cuda", torch.cuda.current_device())
-    assert kernel.order_of(128, 7680, True, torch.float32, device) is None
-    assert kernel.order_of(128, 1281, True, torch.bfloat16, device) is None
+    assert kernel.order_of(2, 64, 7680, True, False, torch.float32, device) is None
+    assert kernel.order_of(2, 64, 1281, True, False, torch.bfloat16, device) is None
 
 
 def test_opcheck():
