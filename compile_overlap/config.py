@@ -9,6 +9,7 @@
 | `A2A_FFN_IN_FLIGHT` | a count                               | chunks dispatched beyond the one computed (default: 2) |
 | `A2A_FFN_RESERVED_SMS` | a count                            | SMs that GEMMs leave to the exchanges (default: by the link) |
 | `A2A_FFN_TRANSPORT` | `collectives`, `peers`               | NCCL, or the peers' memory where the group can (default: collectives) |
+| `A2A_FFN_OWN_FIRST` | `0`, `1`                              | through the peers' memory, begin with a rank's own rows (default: by size) |
 | `A2A_FFN_GEMMS`    | `cublas`, `measured`                   | or our own kernel where it is faster (default: measured) |
 | `A2A_FFN_NORM`     | `inductor`, `triton`                   | Inductor's gated norm, or our kernel where it equals it (default: triton) |
 | `A2A_FFN_COSTS`    | `us,GB/s,TFLOP/s`                      | latency, link and GEMM rate to plan with (default: measured on NCCL groups) |
@@ -33,8 +34,8 @@ CUBLAS = "cublas"
 PREFIX, PLUGIN = "A2A_FFN_", "A2A_FFN_KERNEL_PLUGIN"
 VARIABLES = (
     "A2A_FFN_CHUNKS", "A2A_FFN_RECIPE", "A2A_FFN_BIAS", "A2A_FFN_GRADIENTS", "A2A_FFN_IN_FLIGHT",
-    "A2A_FFN_RESERVED_SMS", "A2A_FFN_TRANSPORT", "A2A_FFN_GEMMS", "A2A_FFN_NORM", "A2A_FFN_COSTS", "A2A_FFN_DISABLE_PASSES",
-    "A2A_FFN_STRICT",
+    "A2A_FFN_RESERVED_SMS", "A2A_FFN_TRANSPORT", "A2A_FFN_OWN_FIRST", "A2A_FFN_GEMMS", "A2A_FFN_NORM", "A2A_FFN_COSTS",
+    "A2A_FFN_DISABLE_PASSES", "A2A_FFN_STRICT",
 )  # fmt: skip
 
 
@@ -55,6 +56,7 @@ class Settings:
     in_flight: int | None = None
     reserved_sms: int | None = None
     transport: str | None = None
+    own_first: bool | None = None
     gemms: str | None = None
     norm: str | None = None
     costs: Costs | None = None
@@ -81,6 +83,7 @@ class Settings:
             in_flight=_count("A2A_FFN_IN_FLIGHT", 1),
             reserved_sms=_count("A2A_FFN_RESERVED_SMS", 0),
             transport=_one_of("A2A_FFN_TRANSPORT", ("collectives", PEERS)),
+            own_first={None: None, "0": False, "1": True}[_one_of("A2A_FFN_OWN_FIRST", ("0", "1"))],
             gemms=_one_of("A2A_FFN_GEMMS", (CUBLAS, "measured")),
             norm=_one_of("A2A_FFN_NORM", (INDUCTOR, "triton")),
             costs=_costs("A2A_FFN_COSTS"),

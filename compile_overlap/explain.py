@@ -64,7 +64,8 @@ def _transport(P: int, inputs: torch.Tensor, chosen: Plan) -> str:
     if P == 1:
         return "none: one rank, the exchange is a local layout change"
     if chosen.peers:
-        return "the peers' memory: put straight into their inboxes, the second GEMM stores what it combines"
+        first = "; the first GEMM begins with the rank's own rows" if chosen.own_first else ""
+        return f"the peers' memory: put straight into their inboxes, the second GEMM stores what it combines{first}"
     return f"functional collectives over {'NCCL' if inputs.is_cuda else 'gloo'}"
 
 

@@ -5,16 +5,19 @@ dispatch, and its results, into which their GEMMs store the rows that they combi
 
     peer_put      my tokens of a chunk, straight from [B,T,D] into each inbox [P*B,l,D]
     peer_take     waits for the rows of all peers, and returns them
+    peer_take_gemm  the first GEMM: of my own rows while the peers' travel, then of theirs
+    peer_rows     the rows that it waited for
     peer_gemm     the second GEMM, stored into everybody's results
     peer_finish   waits until everybody has stored; a private copy of my results
 
-The first chunk, which nothing hides, is stored by a kernel (`kernels.store_rows`) on the stream of the computation, and
-all ranks wait for each other. The later ones are put by copy engines beside the computation, which keeps its SMs, with a
-signal to each owner. Rows for ranks on other hosts, and from them, travel by the group's collectives meanwhile.
+Rows that nothing hides, those of a first chunk, are stored by a kernel (`kernels.store_rows`) on the stream of the
+computation, and all ranks wait for each other. Others are put by copy engines beside the computation, which keeps its
+SMs, with a signal to each owner: those of later chunks, and a first chunk's where its first GEMM begins with the rank's
+own rows (`Plan.own_first`). Rows for ranks on other hosts, and from them, travel by the group's collectives meanwhile.
 
 When a buffer may be written again, for calls of a layer one after the other on all ranks:
 
-- My inbox is read between `peer_take` and the end of the call's GEMMs. A peer's next `peer_put` follows its
+- My inbox is read between the wait for a chunk and the end of the call's GEMMs. A peer's next `peer_put` follows its
   `peer_finish`, whose barrier I enter after these GEMMs.
 - My results are read by the copy in `peer_finish`. A peer stores into them again only in a GEMM that waited for my next
   `peer_put`, which follows that copy: on the same stream, or through `Room.free`, which orders calls on other streams.
@@ -35,10 +38,10 @@ from typing import Callable, Sequence
 
 import torch
 
-from .kernels import gemm_combine, loaded_library
+from .kernels import chunk_gemm_triton, gemm_combine, loaded_library
 from .kernels.store_rows import store_rows
 from .operators import fake_of, operator
-from .rooms import room
+from .rooms import Room, room
 
 _DEVICE_TO_DEVICE = 3  # cudaMemcpyDeviceToDevice
 
@@ -59,11 +62,13 @@ def _copy_rows(to: int, source: int, width: int, pitch: int, rows: int, stream: 
 
 
 @operator
-def peer_put(source: torch.Tensor, chunk: int, first: int, length: int, P: int, alias: str) -> torch.Tensor:
+def peer_put(
+    source: torch.Tensor, chunk: int, first: int, length: int, P: int, hidden: bool, alias: str
+) -> torch.Tensor:
     """Put tokens `first`..`first`+`length` of each rank's share of `source` [B,P,L,D] into that rank's inbox.
 
-    Chunks are put in their order, beginning with 0. The result holds nothing; `peer_take` of the same chunk needs it and
-    `source`, which keeps both alive until then.
+    `hidden`: beside the computation, by copy engines. Chunks are put in their order, beginning with 0. The result holds
+    nothing; what takes the same chunk needs it and `source`, which keeps both alive until then.
     """
     here = room(alias)
     current = torch.cuda.current_stream(source.device)
@@ -71,7 +76,7 @@ def peer_put(source: torch.Tensor, chunk: int, first: int, length: int, P: int, 
         current.wait_event(here.free)
     if here.away is not None:
         here.away.start(("in", chunk), source[:, here.away.index, first : first + length])
-    if chunk == 0:
+    if not hidden:
         store_rows(source, here.inbox_addresses, first, length, here.rank)
         return source.new_empty(0)
     batch, _, tokens, width = source.shape
@@ -90,36 +95,112 @@ def peer_put(source: torch.Tensor, chunk: int, first: int, length: int, P: int, 
 
 
 @fake_of(peer_put)
-def _(source, chunk, first, length, P, alias):
+def _(source, chunk, first, length, P, hidden, alias):
     return source.new_empty(0)
+
+
+def _wait(here: Room, source: torch.Tensor, chunk: int, rows: torch.Tensor, hidden: bool) -> None:
+    """Until the rows of all ranks lie in my inbox, `rows` [P*B,l,D]."""
+    if hidden:
+        torch.cuda.current_stream(source.device).wait_event(here.sent[chunk])
+        for _, place in here.others:
+            here.inbox_handle.wait_signal(place, channel=chunk)
+    else:
+        here.inbox_handle.barrier(channel=0)
+    if here.away is not None:
+        rows.unflatten(0, (here.size, -1)).index_copy_(0, here.away.index, here.away.wait(("in", chunk)))
+
+
+def _rows(here: Room, source: torch.Tensor, first: int, length: int) -> torch.Tensor:
+    """Where a chunk's rows lie in my inbox: [P*B,l,D]."""
+    batch, P, _, width = source.shape
+    begin, count = P * batch * first * width, P * batch * length * width
+    return here.inbox.view(source.dtype)[begin : begin + count].view(P * batch, length, width)
 
 
 @operator
 def peer_take(
-    token: torch.Tensor, source: torch.Tensor, chunk: int, first: int, length: int, P: int, keep: bool, alias: str
-) -> torch.Tensor:
-    """Wait for a chunk's rows of all peers: [P*B,length,D], block p from rank p.
+    token: torch.Tensor, source: torch.Tensor, chunk: int, first: int, length: int, P: int, hidden: bool, keep: bool,
+    alias: str,
+) -> torch.Tensor:  # fmt: skip
+    """Wait for a chunk's rows of all peers: [P*B,length,D], block p from rank p; `hidden` as they were put.
 
     A private copy with `keep`; otherwise the inbox itself, to be read before `peer_finish` and never written.
     """
     here = room(alias)
-    batch, _, _, width = source.shape
-    if chunk == 0:
-        here.inbox_handle.barrier(channel=0)
-    else:
-        torch.cuda.current_stream(source.device).wait_event(here.sent[chunk])
-        for _, place in here.others:
-            here.inbox_handle.wait_signal(place, channel=chunk)
-    rows = P * batch
-    begin, count = rows * first * width, rows * length * width
-    arrived = here.inbox.view(source.dtype)[begin : begin + count].view(rows, length, width)
-    if here.away is not None:
-        arrived.view(P, batch, length, width).index_copy_(0, here.away.index, here.away.wait(("in", chunk)))
-    return arrived.clone() if keep else arrived
+    rows = _rows(here, source, first, length)
+    _wait(here, source, chunk, rows, hidden)
+    return rows.clone() if keep else rows
 
 
 @fake_of(peer_take)
-def _(token, source, chunk, first, length, P, keep, alias):
+def _(token, source, chunk, first, length, P, hidden, keep, alias):
+    return source.new_empty((P * source.shape[0], length, source.shape[3]))
+
+
+@operator
+def peer_take_gemm(
+    token: torch.Tensor, source: torch.Tensor, right: torch.Tensor, chunk: int, first: int, length: int, P: int,
+    triton: bool, alias: str,
+) -> torch.Tensor:  # fmt: skip
+    """`bmm` of a chunk's rows of all ranks and `right` [l,D,N], my own rows first: [l,P*B,N]. The chunk was put hidden.
+
+    By our kernel with `triton`, else by cuBLAS.
+    """
+    here = room(alias)
+    batch = source.shape[0]
+    product = source.new_empty((length, P * batch, right.shape[2]))
+    rows = _rows(here, source, first, length)
+    own, *rest = blocks_of(here.rank, batch, P)
+    multiply_into(product, own, source[:, here.rank, first : first + length], right, triton)
+    _wait(here, source, chunk, rows, True)
+    for block in rest:
+        multiply_into(product, block, rows[block], right, triton)
+    return product
+
+
+@fake_of(peer_take_gemm)
+def _(token, source, right, chunk, first, length, P, triton, alias):
+    return source.new_empty((length, P * source.shape[0], right.shape[2]))
+
+
+def blocks_of(rank: int, batch: int, P: int) -> list[slice]:
+    """A rank's own rows of P*B, then the rows before and after them."""
+    own = slice(rank * batch, (rank + 1) * batch)
+    return [own, *(block for block in (slice(0, own.start), slice(own.stop, P * batch)) if block.start < block.stop)]
+
+
+def multiply_into(product: torch.Tensor, block: slice, rows: torch.Tensor, right: torch.Tensor, triton: bool) -> None:
+    """`product` [l,n,N] at rows `block` = `rows` [.,l,D] @ `right` [l,D,N]."""
+    multiply = chunk_gemm_triton.bmm_into if triton else torch.bmm
+    multiply(rows.transpose(0, 1), right, out=product[:, block])
+
+
+def parts_agree(
+    length: int, batch: int, P: int, rank: int, inner: int, columns: int, transposed: bool, triton: bool,
+    dtype: torch.dtype, device: torch.device,
+) -> bool:  # fmt: skip
+    """Whether `peer_take_gemm`'s parts equal the product of all rows at once, on random operands of these shapes."""
+    draw = functools.partial(torch.randn, dtype=dtype, device=device, generator=torch.Generator(device).manual_seed(0))
+    rows = draw((P * batch, length, inner))
+    right = draw((length, columns, inner)).transpose(1, 2) if transposed else draw((length, inner, columns))
+    product = rows.new_empty((length, P * batch, columns))
+    for block in blocks_of(rank, batch, P):
+        multiply_into(product, block, rows[block], right, triton)
+    return torch.equal(product, chunk_gemm_triton.product(rows.transpose(0, 1), right, triton))
+
+
+@operator
+def peer_rows(
+    product: torch.Tensor, source: torch.Tensor, first: int, length: int, P: int, keep: bool, alias: str
+) -> torch.Tensor:
+    """A chunk's rows of all ranks [P*B,length,D], after `peer_take_gemm` has multiplied them; `keep` as `peer_take`'s."""
+    rows = _rows(room(alias), source, first, length)
+    return rows.clone() if keep else rows
+
+
+@fake_of(peer_rows)
+def _(product, source, first, length, P, keep, alias):
     return source.new_empty((P * source.shape[0], length, source.shape[3]))
 
 
@@ -179,9 +260,14 @@ def register_lowering() -> None:
     from torch._inductor import lowering
     from torch._inductor.virtualized import V
 
-    call = lowering.fallback_handler(peer_take, add_to_fallback_set=False)
+    for operator in (peer_take, peer_rows):
+        _register(operator, lowering, V)
 
-    @lowering.register_lowering(peer_take, type_promotion_kind=None)
+
+def _register(operator, lowering, V) -> None:
+    call = lowering.fallback_handler(operator, add_to_fallback_set=False)
+
+    @lowering.register_lowering(operator, type_promotion_kind=None)
     def take(*args):
         arrived = call(*args)
         V.graph.never_reuse_buffers.add(arrived.get_name())

@@ -33,10 +33,10 @@ HOST_PER_CHUNK_S = {FORWARD: 2.6e-4, BACKWARD: 6e-4}
 RESERVING_RATIO_16THS = 4
 RESERVED_SMS = 16
 MAX_RATIO_16THS = 1024
-# Through the peers' memory, on H200s: what a rank sends a second, and what a second chunk costs (two GEMMs' tails, a copy
-# on another stream and its signals).
-PEER_BYTES_PER_S = 4.2e11
-PEER_SPLIT_S = 1e-4
+# Through the peers' memory, on H200s: what a rank sends a second, and from which time of a dispatch on its first GEMM
+# begins with the rank's own rows (copies on another stream, signals and a second GEMM cost 30 us).
+PEER_BYTES_PER_S = 3.6e11
+OWN_FIRST_S = 4e-5
 
 
 def border_quantum(device: str, rows: int, H: int) -> int:
@@ -119,22 +119,19 @@ def _candidate_sizes(layout: Layout, settings: Settings, quantum: int) -> Iterat
 
 
 def peer_plan(layout: Layout, element_size: int, device: str, settings: Settings) -> Plan:
-    """The plan of a layer that exchanges through the peers' memory: as set, or one chunk, or a small one and the rest.
+    """The plan of a layer that exchanges through the peers' memory: one chunk, unless asked otherwise.
 
-    Tiles are combined as they are done, so chunks have only the dispatch to hide: a second chunk pays where what it
-    hides takes longer than what it costs.
+    Tiles are combined as they are done, so there is only the dispatch to hide; where it takes long enough, it is hidden
+    under the GEMM of the rank's own rows.
     """
     quantum = border_quantum(device, layout.rows, layout.H)
-    if settings.sizes or settings.chunks:
-        sizes = chunk_sizes(layout.L, layout.P, settings, quantum)
-    else:
-        fills = max(MIN_TOKENS, -(-SMALLEST_END // layout.rows))
-        first = -(-fills // quantum) * quantum
-        hidden_s = layout.exchange_bytes(element_size) / PEER_BYTES_PER_S * (1 - first / layout.L)
-        worthwhile = layout.L >= 2 * first and hidden_s > PEER_SPLIT_S
-        sizes = (first, layout.L - first) if worthwhile else (layout.L,)
+    asked = settings.sizes or settings.chunks
+    sizes = chunk_sizes(layout.L, layout.P, settings, quantum) if asked else (layout.L,)
+    own_first = settings.own_first
+    if own_first is None:
+        own_first = layout.exchange_bytes(element_size) / PEER_BYTES_PER_S > OWN_FIRST_S
     ahead = settings.in_flight or Plan.ahead
-    return Plan(sizes, ratio_16ths=1, ahead=ahead, peers=True, disabled=settings.disabled_passes)
+    return Plan(sizes, ratio_16ths=1, ahead=ahead, peers=True, own_first=own_first, disabled=settings.disabled_passes)
 
 
 def predicted_seconds(plan: Plan, compute_s: float, exchange_s: float, training: bool) -> float:

@@ -42,9 +42,10 @@ class Plan:
     `sizes`: tokens of each chunk along L. `ratio_16ths`: a chunk's exchange time over its forward compute time, in 16ths.
     `ahead`: chunks whose first exchange may be in flight or unread beyond the one that is computed: the in-flight
     budget. `backlog`: chunks whose weight gradients may be owed. `reserved_sms`: SMs that GEMMs leave to the exchanges.
-    `peers`: exchanges go through the peers' memory instead of collectives. `triton`: what runs by our kernels
-    instead of the compiler's choice: `forward`, `backward`, each chunk's first GEMM there; `norm1024x8`, the gated norm,
-    summed in that order. `disabled`: passes that are switched off.
+    `peers`: exchanges go through the peers' memory instead of collectives. `own_first`: there, the first chunk's first
+    GEMM begins with the rank's own rows. `triton`: what runs by our kernels instead of the compiler's choice: `forward`,
+    `backward`, each chunk's first GEMM there; `norm1024x8`, the gated norm, summed in that order. `disabled`: passes that
+    are switched off.
     """
 
     sizes: tuple[int, ...]
@@ -53,6 +54,7 @@ class Plan:
     backlog: int = 1
     reserved_sms: int = 0
     peers: bool = False
+    own_first: bool = False
     triton: tuple[str, ...] = ()
     disabled: tuple[str, ...] = ()
 
@@ -60,18 +62,19 @@ class Plan:
         triton = f" triton={','.join(self.triton)}" if self.triton else ""
         off = f" off={','.join(self.disabled)}" if self.disabled else ""
         numbers = f"r{self.ratio_16ths} a{self.ahead} b{self.backlog} s{self.reserved_sms}"
-        return f"{','.join(map(str, self.sizes))} {numbers}{' peers' if self.peers else ''}{triton}{off}"
+        transport = f"{' peers' if self.peers else ''}{' own-first' if self.own_first else ''}"
+        return f"{','.join(map(str, self.sizes))} {numbers}{transport}{triton}{off}"
 
     @classmethod
     def parse(cls, text: str) -> Plan:
         """The plan that `str` wrote. Raises ValueError for any other text."""
         numbers = r"(\d+(?:,\d+)*) r(\d+) a(\d+) b(\d+) s(\d+)"
-        found = re.fullmatch(numbers + r"( peers)?(?: triton=([a-z0-9,]+))?(?: off=([a-z,-]+))?", text)
+        found = re.fullmatch(numbers + r"( peers)?( own-first)?(?: triton=([a-z0-9,]+))?(?: off=([a-z,-]+))?", text)
         if found is None:
             raise ValueError(f"plan = {text!r}: must be sizes, ratio, ahead and backlog, such as '8,8 r4 a2 b1 s0'")
-        sizes, *numbers, peers, triton, disabled = found.groups()
+        sizes, *numbers, peers, own_first, triton, disabled = found.groups()
         names = (tuple(text.split(",")) if text else () for text in (triton, disabled))
-        return cls(tuple(map(int, sizes.split(","))), *map(int, numbers), bool(peers), *names)
+        return cls(tuple(map(int, sizes.split(","))), *map(int, numbers), bool(peers), bool(own_first), *names)
 
 
 class Work(NamedTuple):

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from . import group as groups
-from . import gemms, measure, norms, notice, plan, rooms
+from . import gemms, measure, norms, notice, peers, plan, rooms
 from .config import CUBLAS, PEERS, Settings
 from .kernels import gemm_combine
 from .layout import Layout
 from .recipes import ADD, INDUCTOR
-from .schedule import Plan
+from .schedule import BACKWARD, FORWARD, Plan
 
 
 def plan_for(
@@ -32,7 +32,10 @@ def plan_for(
         own += gemms.agreed(group, layout, chosen.sizes, dtype, device, training, bias)
     if recipe == INDUCTOR and settings.norm != INDUCTOR:
         own += norms.agreed(group, layout, dtype, device, training, bias)
-    return replace(chosen, triton=own)
+    chosen = replace(chosen, triton=own)
+    if chosen.own_first and not _own_first_agrees(group, layout, chosen, dtype, device, training, bias):
+        chosen = replace(chosen, own_first=False)
+    return chosen
 
 
 def _exchanging(group, rank, layout, dtype, device, training, bias, settings) -> Plan:
@@ -92,9 +95,36 @@ def _gemms(layout: Layout, training: bool, bias: str, sizes: tuple[int, ...]) ->
             yield size, layout.rows, 2 * layout.H, layout.D, True, gemm_combine.NO_BIAS
 
 
+def _own_first_agrees(group, layout: Layout, chosen: Plan, dtype, device, training: bool, bias: str) -> bool:
+    """Whether a first GEMM in parts, each rank's own rows and the others', equals the whole one; decided once by all ranks."""
+    decided = _OWN_FIRST.setdefault(dist.group.WORLD if group is None else group, {})
+    key = (layout, chosen.sizes[0], chosen.triton, dtype, device, training, bias)
+    if key not in decided:
+
+        def check():
+            rank = dist.get_rank(group)
+            directions = ((FORWARD, layout.D, 2 * layout.H),) if bias == ADD else ()
+            directions += ((BACKWARD, layout.D, layout.H),) if training else ()
+            return all(
+                peers.parts_agree(
+                    chosen.sizes[0], layout.B, layout.P, rank, inner, columns, direction == BACKWARD,
+                    direction in chosen.triton, dtype, device,
+                )
+                for direction, inner, columns in directions
+            )  # fmt: skip
+
+        agree, _ = groups.attempt(group, layout.P, device, check)
+        decided[key] = groups.all_ranks(group, layout.P, device, bool(agree))
+    return decided[key]
+
+
+_OWN_FIRST: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = weakref.WeakKeyDictionary()
+
+
 def reset() -> None:
     """Forget what was decided and measured, and the buffers."""
     _DECIDED.clear()
+    _OWN_FIRST.clear()
     gemms.reset()
     norms.reset()
     rooms.reset()

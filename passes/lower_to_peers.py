@@ -4,7 +4,9 @@ Contract
     in      a reordered post-grad graph, forward or backward, whose layers `discover` can read; only layers whose plan
             says so (`Plan.peers`) are touched
     out     for each chunk
-            - `peer_put` in place of the pack and start of the first exchange, `peer_take` in place of its wait
+            - `peer_put` in place of the pack and start of the first exchange, `peer_take` in place of its wait; where the
+              plan begins with a rank's own rows (`Plan.own_first`), for the first chunk `peer_take_gemm` in place of the
+              wait and the first GEMM, if that is a `bmm`, and `peer_rows` for what else reads the rows
             - `peer_gemm` in place of the last GEMM on the way, its bias, the pack and start of the second exchange
             and one `peer_finish` in place of the waits of all second exchanges and the concatenation of their rows
             (see `compile_overlap.peers`); the order is kept
@@ -117,21 +119,61 @@ class _Lowering:
         expected = ((P, B, chunk.size, D), (L * D, P * L * D, D, 1))
         if source.numel() != B * P * L * D or not source.is_contiguous() or rest or not _same(packed, *expected):
             raise UnknownStructure(f"{start.name}: sends {_layout(packed)} of {_layout(source)}, not a slice of tokens")
-        readers = _readers(wait)
-        keep = not readers <= {*chunk.gemms, *chunk.free}
+        first_gemm = self._begun_with_own_rows(chunk) if index == 0 else None
+        keep = not _readers(wait) <= {*chunk.gemms, *chunk.free}
+        which = (first, chunk.size, P)
         with self.graph.inserting_before(start):
             shaped = self.graph.call_function(aten.reshape.default, (base, [B, P, L, D]))
             shaped.meta["val"] = source.reshape(B, P, L, D)
-            put = self.graph.call_function(
-                ops.peer_put.default, (shaped, index, first, chunk.size, P, self.alias)
-            )
+            hidden = index > 0 or first_gemm is not None
+            put = self.graph.call_function(ops.peer_put.default, (shaped, index, *which, hidden, self.alias))
             put.meta["val"] = source.new_empty(0)
         with self.graph.inserting_before(wait):
-            arguments = (put, shaped, index, first, chunk.size, P, keep, self.alias)
-            take = self.graph.call_function(ops.peer_take.default, arguments)
-        take.meta["val"] = wait.meta["val"]
-        self._replace(wait, take)
+            if first_gemm is None:
+                arguments = (put, shaped, index, *which, hidden, keep, self.alias)
+                rows = self.graph.call_function(ops.peer_take.default, arguments)
+            else:
+                right = self._hoisted(first_gemm.args[1], wait)
+                triton = first_gemm.target is not aten.bmm.default
+                arguments = (put, shaped, right, index, *which, triton, self.alias)
+                product = self.graph.call_function(ops.peer_take_gemm.default, arguments)
+                product.meta["val"] = first_gemm.meta["val"]
+                self._replace(first_gemm, product)
+                rows = self.graph.call_function(ops.peer_rows.default, (product, shaped, *which, keep, self.alias))
+        rows.meta["val"] = wait.meta["val"]
+        self._replace(wait, rows)
         return first
+
+    def _begun_with_own_rows(self, chunk: Chunk) -> torch.fx.Node | None:
+        """The chunk's first GEMM, if the plan begins it with the rank's own rows and it multiplies what has arrived."""
+        gemm = chunk.gemms[0] if self.layer.plan.own_first and len(chunk.gemms) > 1 else None
+        if gemm is None or gemm.target not in (aten.bmm.default, ops.chunk_bmm_triton.default):
+            return None
+        node, value = gemm.args[0], None
+        chain = []
+        while node.target in _VIEWS:
+            chain.append(node)
+            node = node.args[0]
+        if node is not chunk.waits[0]:
+            raise UnknownStructure(f"{gemm.name}: multiplies {node.name}, not the rows of {chunk.waits[0].name}")
+        rows, D = self.P * self.batch, self.width
+        value = torch.empty((rows, chunk.size, D), device="meta")
+        for view in reversed(chain):
+            value = view.target(value, *view.args[1:], **view.kwargs)
+        if not _same(value, (chunk.size, rows, D), (D, chunk.size * D, 1)) or value.storage_offset():
+            raise UnknownStructure(f"{gemm.name}: multiplies {_layout(value)} of {node.name}")
+        return gemm
+
+    def _hoisted(self, node: torch.fx.Node, before: torch.fx.Node) -> torch.fx.Node:
+        """`node`, moved before another where it is a view that comes later."""
+        place = {each: index for index, each in enumerate(self.graph.nodes)}
+        if place[node] > place[before]:
+            if node.target not in _VIEWS:
+                raise UnknownStructure(f"{node.name}: comes after {before.name}, whose GEMM needs it")
+            for argument in node.all_input_nodes:
+                self._hoisted(argument, before)
+            before.prepend(node)
+        return node
 
     def _second_exchange(self, chunk: Chunk, first: int) -> torch.fx.Node:
         start = chunk.starts[1]

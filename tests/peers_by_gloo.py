@@ -14,14 +14,16 @@ from compile_overlap.kernels import gemm_combine
 
 _ON_CPU = torch.library.Library("compile_overlap", "IMPL")
 _sent: dict[int, torch.Tensor] = {}
+_arrived: dict[int, torch.Tensor] = {}
 _stored: list[tuple[int, torch.Tensor]] = []
 
 
 def install() -> None:
-    """Call it once in a process; `transport._obstacle` is replaced for good."""
+    """Call it once in a process; what `transport` finds out about a group is replaced for good."""
     _sent.clear()
     _stored.clear()
     transport._obstacle = lambda *_: None
+    transport._own_first_agrees = lambda *_: True
 
 
 def _exchange(send: torch.Tensor) -> torch.Tensor:
@@ -31,7 +33,7 @@ def _exchange(send: torch.Tensor) -> torch.Tensor:
 
 
 @torch.library.impl(_ON_CPU, "peer_put", "CPU")
-def _put(source, chunk, first, length, P, alias):
+def _put(source, chunk, first, length, P, hidden, alias):
     B, _, _, D = source.shape
     assert source.is_contiguous() and chunk not in _sent
     _sent[chunk] = source[:, :, first : first + length].transpose(0, 1).reshape(P * B, length, D)
@@ -39,8 +41,20 @@ def _put(source, chunk, first, length, P, alias):
 
 
 @torch.library.impl(_ON_CPU, "peer_take", "CPU")
-def _take(token, source, chunk, first, length, P, keep, alias):
+def _take(token, source, chunk, first, length, P, hidden, keep, alias):
+    assert hidden or chunk == 0
     return _exchange(_sent.pop(chunk))
+
+
+@torch.library.impl(_ON_CPU, "peer_take_gemm", "CPU")
+def _take_gemm(token, source, right, chunk, first, length, P, triton, alias):
+    _arrived[first] = _exchange(_sent.pop(chunk))
+    return torch.bmm(_arrived[first].transpose(0, 1), right)
+
+
+@torch.library.impl(_ON_CPU, "peer_rows", "CPU")
+def _rows(product, source, first, length, P, keep, alias):
+    return _arrived[first].clone()
 
 
 @torch.library.impl(_ON_CPU, "peer_gemm", "CPU")

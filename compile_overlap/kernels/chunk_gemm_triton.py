@@ -33,25 +33,31 @@ _MEASURED_TOKENS, _REPEATS = 8, 10
 @operator
 def chunk_bmm_triton(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """`torch.bmm` of [l,m,K] and [l,K,n] in bf16 or fp16: [l,m,n]."""
+    out = left.new_empty((left.shape[0], left.shape[1], right.shape[2]))
+    bmm_into(left, right, out)
+    return out
+
+
+def bmm_into(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+    """`torch.bmm(left, right, out=out)`; rows of `out` lie together, and begin at multiples of eight if n is one."""
     length, rows, inner = left.shape
     columns = right.shape[2]
     right, transposed = laid_out(right)
     if left.stride(2) != 1 or any(stride % step_of(inner) for stride in left.stride()[:2]):
         left = left.contiguous()
-    out = left.new_empty((length, rows, columns))
     sms = sm_count(left.device)
     inner_step, column_step = step_of(inner), step_of(columns)
     tile = tile_for(length, rows, columns, sms, TILES if inner_step == column_step == 8 else UNALIGNED_TILES)
     tiles = length * triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
     launch(
-        _chunk_bmm, (min(sms, tiles),), left, right, out, rows, columns, inner, tiles, left.stride(0), left.stride(1), right.stride(0),
-        right.stride(2) if transposed else right.stride(1),
+        _chunk_bmm, (min(sms, tiles),), left, right, out, rows, columns, inner, tiles,
+        left.stride(0), left.stride(1), right.stride(0), right.stride(2) if transposed else right.stride(1),
+        out.stride(0), out.stride(1),
         TRANSPOSED=transposed, BM=tile.rows, BN=tile.columns, BK=_K_BLOCK,
         WHOLE=inner % _K_BLOCK == 0 and rows % tile.rows == 0 and columns % tile.columns == 0,
         INNER_STEP=inner_step, COLUMN_STEP=column_step,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return out
 
 
 @fake_of(chunk_bmm_triton)
@@ -118,6 +124,7 @@ if triton is not None:
     @triton.jit
     def _chunk_bmm(
         left, right, out, rows, columns, inner, tiles, left_stride, left_pitch, right_stride, right_pitch,
+        out_stride, out_pitch,
         TRANSPOSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr,
         INNER_STEP: tl.constexpr, COLUMN_STEP: tl.constexpr,
     ):  # fmt: skip
@@ -125,6 +132,8 @@ if triton is not None:
         left_stride = left_stride // INNER_STEP * INNER_STEP
         left_pitch = left_pitch // INNER_STEP * INNER_STEP
         columns = columns // COLUMN_STEP * COLUMN_STEP
+        out_stride = out_stride // COLUMN_STEP * COLUMN_STEP
+        out_pitch = out_pitch // COLUMN_STEP * COLUMN_STEP
         PITCH_STEP: tl.constexpr = INNER_STEP if TRANSPOSED else COLUMN_STEP
         right_stride = right_stride // PITCH_STEP * PITCH_STEP
         right_pitch = right_pitch // PITCH_STEP * PITCH_STEP
@@ -143,8 +152,8 @@ if triton is not None:
             )  # fmt: skip
             row = tl.arange(0, BM)
             column = tl.arange(0, BN)
-            to = out + l * rows * columns + first_row.to(tl.int64) * columns + first_column
-            at = row[:, None] * columns + column[None, :]
+            to = out + l * out_stride + first_row.to(tl.int64) * out_pitch + first_column
+            at = row[:, None] * out_pitch + column[None, :]
             value = accumulator.to(out.dtype.element_ty)
             if WHOLE:
                 tl.store(to + at, value)

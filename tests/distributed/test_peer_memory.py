@@ -26,7 +26,10 @@ def _calls(rank, ranks, hosts, folder):
     assert rooms.obstacle(None, ranks, cpu, torch.float16) is None
     alias = f"compile_overlap[2 r1 a2 b1 s0 peers]:{group.group_name}"
     wrong = []
-    for call, (batch, sizes, keep) in enumerate([(3, (4,), False), (2, (1, 3), True), (5, (2, 1, 1), False), (1, (4,), True)]):
+    cases = [
+        (3, (4,), False, False), (2, (1, 3), True, False), (2, (4,), False, True), (5, (2, 1, 1), False, True), (1, (4,), True, True),
+    ]  # fmt: skip
+    for call, (batch, sizes, keep, own_first) in enumerate(cases):
         tokens = sum(sizes)
         assert rooms.make_room(None, ranks, batch * ranks * tokens * WIDTH * 2, cpu) is None
 
@@ -37,12 +40,19 @@ def _calls(rank, ranks, hosts, folder):
         weights = [draw(10 + each, tokens, WIDTH, WIDTH) for each in range(ranks)]
         borders = [sum(sizes[:index]) for index in range(len(sizes))]
         chunks = list(enumerate(zip(borders, sizes)))
-        puts = [peers.peer_put(inputs[rank], index, first, size, ranks, alias) for index, (first, size) in chunks]
+        source, hidden = inputs[rank], [own_first or index > 0 for index, _ in chunks]
+        puts = [peers.peer_put(source, index, *which, ranks, hidden[index], alias) for index, which in chunks]
         stored, arrived = [], []
         for index, (first, size) in chunks:
-            rows = peers.peer_take(puts[index], inputs[rank], index, first, size, ranks, keep, alias)
+            part, which = weights[rank][first : first + size], (first, size, ranks)
+            if own_first and index == 0:
+                product = peers.peer_take_gemm(puts[0], source, part, 0, *which, call % 2 == 0, alias)
+                rows = peers.peer_rows(product, source, *which, keep, alias)
+                expected = torch.bmm(rows.transpose(0, 1).float(), part.float()).half()
+                wrong.append(not torch.allclose(product, expected, rtol=4e-3, atol=4e-2))
+            else:
+                rows = peers.peer_take(puts[index], source, index, *which, hidden[index], keep, alias)
             arrived.append(rows.clone())
-            part = weights[rank][first : first + size]
             product = rows.transpose(0, 1), part, part[:, 0], gemm_combine.ADD, first, tokens, ranks, alias
             stored.append(peers.peer_gemm(*product))
         results = peers.peer_finish(stored, batch, tokens, WIDTH, ranks, alias)

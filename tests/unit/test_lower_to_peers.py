@@ -50,6 +50,32 @@ def test_a_layer_of_one_chunk_is_six_calls(monkeypatch):
     assert calls == ["peer_put", "peer_take", "bmm", "gated_norm_forward", "peer_gemm", "peer_finish"]
 
 
+@pytest.mark.parametrize("chunks", ["1", "2"])
+@pytest.mark.parametrize("recipe", ["inductor", "eager_exact"])
+def test_the_first_gemm_begins_with_a_ranks_own_rows(monkeypatch, chunks, recipe):
+    """In both directions; what else reads the rows gets them afterwards."""
+    codes, real = [], verify.compare
+    monkeypatch.setattr(verify, "compare", lambda expected, code: (codes.append(code), real(expected, code)))
+    for own_first in ("1", "0"):
+        settings = {**PEERS, "A2A_FFN_RECIPE": recipe, "A2A_FFN_OWN_FIRST": own_first}
+        log = _run(monkeypatch, lambda layer: _call(layer(), _input()).sum().backward(), chunks=chunks, **settings)
+        assert _lowered(log) == 2 * [3 * int(chunks) + 1]
+    called = [re.findall(r"compile_overlap\.(peer_\w+)\.default\(", code) for code in codes]
+    later = (int(chunks) - 1) * ["peer_put"]
+    for order in called[:2]:
+        assert order[: len(later) + 3] == ["peer_put", *later, "peer_take_gemm", "peer_rows"]
+    assert all("peer_take_gemm" not in order for order in called[2:])
+
+
+def test_a_gemm_that_adds_its_bias_takes_all_rows_at_once(monkeypatch):
+    codes, real = [], verify.compare
+    monkeypatch.setattr(verify, "compare", lambda expected, code: (codes.append(code), real(expected, code)))
+    settings = {**PEERS, "A2A_FFN_OWN_FIRST": "1", "A2A_FFN_BIAS": "baddbmm"}
+    log = _run(monkeypatch, lambda layer: _call(layer(), _input()).sum().backward(), chunks="1", **settings)
+    assert _lowered(log) == [4, 4]
+    assert ["peer_take_gemm" in code for code in codes] == [False, True]
+
+
 def test_without_a_second_exchange_the_collectives_stay(monkeypatch):
     log = _run(monkeypatch, lambda layer: _call(layer(), _input(False)).sum().backward(), "0", "2", **PEERS)
     assert _lowered(log) == [7]
@@ -104,7 +130,7 @@ def test_an_inbox_is_read_in_place_only_by_gemms_of_its_chunk(monkeypatch):
     def observe(name, stage, subject):
         if (name, stage) == (LowerToPeers.name, "after") and not discover(subject):
             takes = subject.find_nodes(op="call_function", target=torch.ops.compile_overlap.peer_take.default)
-            kept.append([take.args[6] for take in takes])
+            kept.append([take.args[7] for take in takes])
 
     from passes import base
 

@@ -65,14 +65,15 @@ class Machine:
         return raised + [self.take_flag(rank, (channel, other)) for other in others]
 
 
-def call_of(machine, rank, call, chunks, stream, captured=False):
+def call_of(machine, rank, call, chunks, stream, own_first=False, captured=False):
     """What one call issues: (stream, operation), in the host's order."""
     others = [each for each in machine.ranks if each != rank]
     issued = [] if captured or not call else [(stream, machine.wait(("free", rank, call - 1)))]
+    stored = 0 if own_first else 1  # chunks that a kernel stores; the others are put beside the computation
     schedule = build(FORWARD, Plan((4,) * chunks, ratio_16ths=1, peers=True), (Work(2),) * chunks)
     for step in schedule.steps:
         chunk = step.chunk
-        if step.kind == START and step.exchange == 1 and chunk == 0:
+        if step.kind == START and step.exchange == 1 and chunk < stored:
             issued += [(stream, machine.write("inbox", each, 0, rank, call)) for each in machine.ranks]
         elif step.kind == START and step.exchange == 1:
             issued.append((stream, machine.record(("issued", rank, call, chunk))))
@@ -82,7 +83,7 @@ def call_of(machine, rank, call, chunks, stream, captured=False):
                 issued.append((SENDING, machine.raise_flag(other, (chunk, rank))))
             issued.append((SENDING, machine.write("inbox", rank, chunk, rank, call)))
             issued.append((SENDING, machine.record(("sent", rank, call, chunk))))
-        elif step.kind == WAIT and step.exchange == 1 and chunk == 0:
+        elif step.kind == WAIT and step.exchange == 1 and chunk < stored:
             issued += [(stream, each) for each in machine.barrier(rank, "inbox")]
         elif step.kind == WAIT and step.exchange == 1:
             issued.append((stream, machine.wait(("sent", rank, call, chunk))))
@@ -115,13 +116,13 @@ def queues_of(machine, ranks, calls, connections):
     """One queue a stream and rank; with one connection all streams of a rank share one, in the host's order."""
     queues = []
     for rank in range(ranks):
-        issued = [each for call, (chunks, stream) in enumerate(calls) for each in call_of(machine, rank, call, chunks, stream)]
+        issued = [each for call, kind in enumerate(calls) for each in call_of(machine, rank, call, *kind)]
         streams = [(MAIN, OTHER, SENDING)] if connections == 1 else [(MAIN,), (OTHER,), (SENDING,)]
         queues += [[operation for stream, operation in issued if stream in names] for names in streams]
     return queues
 
 
-CALLS = st.lists(st.tuples(st.integers(1, 4), st.sampled_from((MAIN, OTHER))), min_size=1, max_size=4)
+CALLS = st.lists(st.tuples(st.integers(1, 4), st.sampled_from((MAIN, OTHER)), st.booleans()), min_size=1, max_size=4)
 
 
 @settings(max_examples=300, deadline=None)
@@ -137,7 +138,7 @@ def test_no_order_of_events_deadlocks_or_overwrites(ranks, calls, connections, d
 def test_a_rank_that_is_always_last(late):
     """Each rank in turn runs only when nobody else can."""
     machine = Machine(3)
-    queues = queues_of(machine, 3, [(3, MAIN), (1, MAIN), (2, MAIN)], 8)
+    queues = queues_of(machine, 3, [(3, MAIN), (1, MAIN, True), (2, MAIN, True)], 8)
     own = queues[3 * late : 3 * late + 3]
     queues = [queue for queue in queues if not any(queue is each for each in own)] + own
     run(machine, queues, lambda count: 0)
@@ -149,7 +150,7 @@ def _breaks(change):
 
     for seed in range(300):
         machine = Machine(2)
-        queues = change(machine, queues_of(machine, 2, [(2, MAIN), (2, OTHER), (1, MAIN)], 8))
+        queues = change(machine, queues_of(machine, 2, [(2, MAIN), (2, OTHER, True), (1, MAIN)], 8))
         try:
             run(machine, queues, random.Random(seed).randrange)
         except AssertionError:

@@ -138,21 +138,22 @@ def test_settings_win_over_the_search():
 
 
 @pytest.mark.parametrize(
-    "layout, settings, sizes",
+    "layout, settings, sizes, own_first",
     [
-        (DEFAULT, Settings(), (32,)),
-        (Layout(2, 2048, 64, 1280, 7680), Settings(), (2, 30)),
-        (Layout(8, 512, 64, 1280, 7680), Settings(), (2, 6)),
-        (Layout(2, 4, 16, 128, 256), Settings(), (8,)),
-        (Layout(2, 4096, 4, 1280, 7680), Settings(), (2,)),
-        (DEFAULT, Settings(chunks=4), (8, 8, 8, 8)),
-        (DEFAULT, Settings(sizes=(4, 28), in_flight=1), (4, 28)),
+        (DEFAULT, Settings(), (32,), True),
+        (Layout(2, 2048, 64, 1280, 7680), Settings(), (32,), True),
+        (Layout(8, 512, 64, 1280, 7680), Settings(), (8,), True),
+        (Layout(2, 4, 16, 128, 256), Settings(), (8,), False),
+        (Layout(2, 4, 16, 128, 256), Settings(own_first=True), (8,), True),
+        (DEFAULT, Settings(own_first=False), (32,), False),
+        (DEFAULT, Settings(chunks=4), (8, 8, 8, 8), True),
+        (DEFAULT, Settings(sizes=(4, 28), in_flight=1), (4, 28), True),
     ],
-    ids=["default", "large-batch", "eight-ranks", "small", "two-tokens", "chunks", "sizes"],
+    ids=["default", "large-batch", "eight-ranks", "small", "own-first", "not-own-first", "chunks", "sizes"],
 )
-def test_the_plan_through_the_peers_memory(layout, settings, sizes):
+def test_the_plan_through_the_peers_memory(layout, settings, sizes, own_first):
     plan = planning.peer_plan(layout, 2, "cuda", settings)
-    assert plan == Plan(sizes, 1, settings.in_flight or 2, peers=True)
+    assert plan == Plan(sizes, 1, settings.in_flight or 2, peers=True, own_first=own_first)
 
 
 def test_costs_are_rounded_so_that_noise_changes_no_plan():
