@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import os
 import socket
 import weakref
 from typing import Any
@@ -127,6 +128,8 @@ def _own_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"{dtype} has no kernel"
     if gemm_combine.triton is None:
         return "Triton is not installed"
+    if os.environ.get("NCCL_P2P_DISABLE") == "1":
+        return "NCCL_P2P_DISABLE=1 keeps the GPUs apart"
     if torch.cuda.get_device_capability(device) < (9, 0):
         return "the kernels need compute capability 9.0"
     others = (index for index in range(torch.cuda.device_count()) if index != device.index)
