@@ -43,18 +43,20 @@ def forward_ffn(ffn: Any, inputs: torch.Tensor, *, comp_only: bool = False) -> t
     if torch.compiler.is_dynamo_compiling():
         return _inlined(ffn, inputs, check_call(ffn, inputs), plan.unsupported(ffn, inputs), comp_only)
     transform = compat.transform_in_use()
-    layer = None if transform else calls.known_layer(ffn, inputs, comp_only)
+    known = None if transform else calls.known_layer(ffn, inputs, comp_only)
+    if known is not None:
+        layer, parameters = known
+        return layer(inputs.contiguous(), *parameters)
+    layout = check_call(ffn, inputs)
+    settings = Settings.from_environment()
+    layer, reason = None, transform or plan.unsupported(ffn, inputs) or plan.decomposed(layout, inputs)
+    if reason is None:
+        with _DECIDING:
+            layer, reason = _decided(ffn, inputs, layout, settings, comp_only)
     if layer is None:
-        layout = check_call(ffn, inputs)
-        settings = Settings.from_environment()
-        reason = transform or plan.unsupported(ffn, inputs) or plan.decomposed(layout, inputs)
-        if reason is None:
-            with _DECIDING:
-                layer, reason = _decided(ffn, inputs, layout, settings, comp_only)
-        if layer is None:
-            notice.delegate(reason, strict=settings.strict, rank=ffn.ep_index)
-            return ffn.forward(inputs, overlap="none", comp_only=comp_only)
-        calls.keep(ffn, inputs, comp_only, layer)
+        notice.delegate(reason, strict=settings.strict, rank=ffn.ep_index)
+        return ffn.forward(inputs, overlap="none", comp_only=comp_only)
+    calls.keep(ffn, inputs, comp_only, layer)
     return layer(inputs.contiguous(), *parameters_of(ffn))
 
 

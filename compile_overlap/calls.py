@@ -1,35 +1,40 @@
 """A call like one that was answered before is answered by the same compiled layer, without deciding anew.
 
 Deciding again what `api` has decided costs the host 0.2 ms a call, which is more than a layer's first exchange and GEMM
-take to launch. A call's signature is everything that the answer depends on; it costs 30 us.
+take to launch. Everything that the answer depends on is compared instead: modes, settings and the group by a key, tensors
+by Dynamo's guards.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from . import compat
 from .compiler import CompiledLayer
 from .config import variables
 from .layout import check_group, eps_of, parameters_of
 
 
 class _Answer(NamedTuple):
+    tensors_are_alike: Callable[..., bool]
     group: weakref.ref | None
     layer: CompiledLayer
 
 
-_ANSWERS: weakref.WeakKeyDictionary[Any, dict[tuple, _Answer]] = weakref.WeakKeyDictionary()
+_ANSWERS: weakref.WeakKeyDictionary[Any, dict[tuple, list[_Answer]]] = weakref.WeakKeyDictionary()
 
 
-def signature(ffn: torch.nn.Module, inputs: torch.Tensor, comp_only: bool) -> tuple:
-    """What the answer to a call of `forward_ffn` depends on, but for the group itself."""
+def _key(ffn: torch.nn.Module, inputs: torch.Tensor, comp_only: bool) -> tuple:
+    """What the answer to a call of `forward_ffn` depends on, but for the tensors' layouts and the group itself."""
     return (
         comp_only,
+        inputs.shape,
         ffn.ep_group_size,
+        ffn.ep_index,
         ffn.fwd_mode,
         ffn.bwd_mode,
         ffn.gemm_backend,
@@ -39,34 +44,42 @@ def signature(ffn: torch.nn.Module, inputs: torch.Tensor, comp_only: bool) -> tu
         type(ffn.norm_gate),
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled(ffn.w1.device.type),
+        torch.is_autocast_enabled(inputs.device.type),
         variables(),
-        *(
-            None if t is None else (type(t), t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
-            for t in (inputs, *parameters_of(ffn))
-        ),
     )
 
 
-def known_layer(ffn: Any, inputs: Any, comp_only: bool) -> CompiledLayer | None:
-    """The layer that answered a call like this one on the same group. Raises ValueError if the group is unfit by now."""
-    answers = _ANSWERS.get(ffn) if isinstance(ffn, torch.nn.Module) and isinstance(inputs, torch.Tensor) else None
-    answer = answers.get(signature(ffn, inputs, comp_only)) if answers else None
-    if answer is None:
+def known_layer(ffn: Any, inputs: Any, comp_only: bool) -> tuple[CompiledLayer, tuple[torch.Tensor, ...]] | None:
+    """The layer that answered a call like this one on the same group, and the parameters it takes.
+
+    Raises ValueError if the group is unfit by now.
+    """
+    known = _ANSWERS.get(ffn) if isinstance(ffn, torch.nn.Module) and isinstance(inputs, torch.Tensor) else None
+    answers = known.get(_key(ffn, inputs, comp_only)) if known else None
+    if answers is None:
         return None
-    check_group(ffn.ep_group, ffn.ep_index, ffn.ep_group_size)
-    same = answer.group is None or answer.group() is _group(ffn)
-    return answer.layer if same else None
+    parameters = parameters_of(ffn)
+    for answer in answers:
+        if answer.tensors_are_alike(inputs, *parameters):
+            if answer.group is None or _is_alive(answer.group(), _group(ffn)):
+                return answer.layer, parameters
+            check_group(ffn.ep_group, ffn.ep_index, ffn.ep_group_size)
+    return None
 
 
 def keep(ffn: torch.nn.Module, inputs: torch.Tensor, comp_only: bool, layer: CompiledLayer) -> None:
     """Let `layer` answer calls like this one from now on."""
     group = weakref.ref(_group(ffn)) if ffn.ep_group_size > 1 else None
-    _ANSWERS.setdefault(ffn, {})[signature(ffn, inputs, comp_only)] = _Answer(group, layer)
+    answer = _Answer(compat.tensor_guards((inputs, *parameters_of(ffn))), group, layer)
+    _ANSWERS.setdefault(ffn, {}).setdefault(_key(ffn, inputs, comp_only), []).insert(0, answer)
 
 
 def _group(ffn: Any) -> Any:
     return dist.group.WORLD if ffn.ep_group is None else ffn.ep_group
+
+
+def _is_alive(answered: Any, group: Any) -> bool:
+    return group is not None and answered is group and compat.is_registered(group)
 
 
 def reset() -> None:

@@ -12,13 +12,14 @@
 | a compiled Triton kernel is launched with         | no constants     | all parameters             |
 | Inductor's silu                                  | x sigmoid(x)     | x / (1 + exp(-x))          |
 
-What reads internals that no version makes public is here too: `comptime_value`, `global_state`,
-`is_intercepted`, `transform_in_use`, `compiles_no_more`.
+What reads internals that no version makes public is here too: `comptime_value`, `global_state`, `tensor_guards`,
+`is_registered`, `environment`, `is_intercepted`, `transform_in_use`, `compiles_no_more`.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
 from typing import Any, Callable
 
 import torch
@@ -92,6 +93,23 @@ def comptime_value(context: Any, name: str) -> Any:
 def global_state() -> Any:
     """The modes of this moment as Dynamo guards them (gradients, autocast, determinism, precision); `check()` compares."""
     return torch._C._dynamo.guards.GlobalStateGuard()
+
+
+def tensor_guards(tensors: tuple[torch.Tensor, ...]) -> Callable[..., bool]:
+    """A check whether tensors are like these, as Dynamo guards them: class, dispatch keys, dtype, device, shape, strides,
+    `requires_grad`; 2 us for nine of them."""
+    guards = torch._C._dynamo.guards
+    return guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+
+
+def is_registered(group: torch.distributed.ProcessGroup) -> bool:
+    """Whether a group is one of this process's, and has not been destroyed."""
+    return group in torch.distributed.distributed_c10d._world.pg_map
+
+
+def environment(names: tuple[str, ...]) -> tuple[str | None, ...]:
+    """These environment variables' texts, as `os.environ` holds them; past its lookup, which takes 1 us for one unset."""
+    return tuple(map(os.environ._data.get, map(os.environ.encodekey, names)))
 
 
 def is_intercepted() -> bool:

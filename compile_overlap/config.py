@@ -22,8 +22,9 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from typing import Any
 
-from . import notice
+from . import compat, notice
 from .layout import require
 from .measure import Costs
 from .recipes import BIAS_FORMS, INDUCTOR, RECIPES
@@ -39,9 +40,9 @@ VARIABLES = (
 )  # fmt: skip
 
 
-def variables() -> tuple[str | None, ...]:
-    """The texts that `Settings` are read from."""
-    return tuple(map(os.environ.get, VARIABLES))
+def variables() -> tuple[Any, ...]:
+    """What `Settings` are read from, in a form that can be compared."""
+    return compat.environment(VARIABLES)
 
 
 @dataclass(frozen=True)
