@@ -9,13 +9,15 @@ workload's first GEMM on an H200, such a kernel 2.15 ms; newer versions are fast
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch.autograd import Function
 
 from ..operators import fake_of, operator
 from . import sm_count
 from .gemm_combine import UNALIGNED_TILES, Tile, laid_out, step_of, tile_for
-from .launch import launch
+from .launch import Launch
 
 try:
     import triton
@@ -40,19 +42,24 @@ def chunk_bmm_triton(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 def bmm_into(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
     """`torch.bmm(left, right, out=out)`; rows of `out` lie together, and begin at multiples of eight if n is one."""
-    length, rows, inner = left.shape
-    columns = right.shape[2]
     right, transposed = laid_out(right)
-    if left.stride(2) != 1 or any(stride % step_of(inner) for stride in left.stride()[:2]):
+    step = step_of(left.shape[2])
+    if left.stride(2) != 1 or any(stride % step for stride in left.stride()[:2]):
         left = left.contiguous()
-    sms = sm_count(left.device)
+    strides = left.stride(), right.stride(), out.stride()
+    _launch(left.shape, right.shape[2], *strides, transposed, left.dtype, left.device)(left, right, out)
+
+
+@functools.lru_cache(maxsize=1024)
+def _launch(left_shape, columns, left_strides, right_strides, out_strides, transposed, dtype, device) -> Launch:
+    length, rows, inner = left_shape
+    sms = sm_count(device)
     inner_step, column_step = step_of(inner), step_of(columns)
     tile = tile_for(length, rows, columns, sms, TILES if inner_step == column_step == 8 else UNALIGNED_TILES)
     tiles = length * triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
-    launch(
-        _chunk_bmm, (min(sms, tiles),), left, right, out, rows, columns, inner, tiles,
-        left.stride(0), left.stride(1), right.stride(0), right.stride(2) if transposed else right.stride(1),
-        out.stride(0), out.stride(1),
+    strides = *left_strides[:2], right_strides[0], right_strides[2 if transposed else 1], *out_strides[:2]
+    return Launch(
+        _chunk_bmm, (min(sms, tiles),), (rows, columns, inner, tiles, *strides),
         TRANSPOSED=transposed, BM=tile.rows, BN=tile.columns, BK=_K_BLOCK,
         WHOLE=inner % _K_BLOCK == 0 and rows % tile.rows == 0 and columns % tile.columns == 0,
         INNER_STEP=inner_step, COLUMN_STEP=column_step,

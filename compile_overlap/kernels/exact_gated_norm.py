@@ -21,7 +21,7 @@ import functools
 
 import torch
 
-from .launch import launch
+from .launch import Launch
 
 try:
     import triton
@@ -53,26 +53,26 @@ def forward(z, bias, gamma_x, beta_x, gamma_gate, beta_gate, eps_x: float, eps_g
     hidden = twice_hidden // 2
     out = z.new_empty((length, rows, hidden))
     stats = [z.new_empty((length, rows, 1), dtype=torch.float32) for _ in range(4)]
+    norms = [norm.contiguous() for norm in (gamma_x, beta_x, gamma_gate, beta_gate)]
+    run = _launch(length, rows, hidden, bias is not None, eps_x, eps_gate, z.dtype, z.device)
+    run(z, z if bias is None else bias.contiguous(), *norms, out, *stats)
+    return (out, *stats)
+
+
+@functools.lru_cache(maxsize=1024)
+def _launch(length, rows, hidden, has_bias, eps_x, eps_gate, dtype, device) -> Launch:
     vectors, steps = hidden // _VECTOR, triton.cdiv(hidden // _VECTOR, _LANES)
-    launch(
+    return Launch(
         _exact_gated_norm,
         (length * rows,),
-        z,
-        z if bias is None else bias.contiguous(),
-        *(norm.contiguous() for norm in (gamma_x, beta_x, gamma_gate, beta_gate)),
-        out,
-        *stats,
-        rows,
-        eps_x,
-        eps_gate,
+        (rows, eps_x, eps_gate),
         H=hidden,
-        HAS_BIAS=bias is not None,
+        HAS_BIAS=has_bias,
         STEPS=steps,
         EVEN=vectors % _LANES == 0 and _halves(steps * _VECTOR),
         BLOCK=min(_BLOCK, triton.next_power_of_2(hidden)),
         num_warps=_WARPS,
     )
-    return (out, *stats)
 
 
 def by_aten(z, bias, gamma_x, beta_x, gamma_gate, beta_gate, eps_x: float, eps_gate: float):
@@ -100,7 +100,7 @@ def _agrees_with_aten(hidden: int, device: torch.device) -> bool:
     """Whether this device and this version of ATen round as the kernel does: every gate, and rows of three scales."""
     everything = torch.arange(1 << 16, device=device, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     gates = torch.empty_like(everything)
-    launch(_silu_of, (gates.numel() // 1024,), everything, gates, BLOCK=1024, num_warps=_WARPS)
+    _silu_of[(gates.numel() // 1024,)](everything, gates, BLOCK=1024)
     if not torch.equal(gates.nan_to_num(), aten.silu(everything).nan_to_num()):
         return False
     generator = torch.Generator(device).manual_seed(hidden)

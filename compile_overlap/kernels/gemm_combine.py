@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from . import sm_count
-from .launch import launch
+from .launch import Launch
 
 try:
     import triton
@@ -97,33 +97,42 @@ def gemm_combine(
     ADD or BADDBMM for a bias that is added after the product is rounded or before. `right` may be a transposed view. bf16
     or fp16, compute capability 9.0.
     """
-    length, rows, inner = left.shape
-    columns = right.shape[2]
     left = left.contiguous()
     right, transposed = laid_out(right)
-    sms = sm_count(left.device)
-    described = _can_be_described(left, right, transposed)
-    aligned = step_of(inner) == step_of(columns) == 8
-    by_pointer = POINTER_TILES if aligned else UNALIGNED_TILES
+    aligned = left.data_ptr() % 16 == right.data_ptr() % 16 == 0
+    strides = right.stride()
+    prepared = _prepared(
+        left.shape, right.shape, strides, transposed, aligned, batch, tokens, first, bias_form, left.dtype, left.device
+    )
+    operands = (left, right) if prepared.blocks is None else _described(left, right, strides, transposed, *prepared.blocks)
+    prepared.launch(*operands, left if bias is None else bias.contiguous(), addresses)
+
+
+class _Prepared(NamedTuple):
+    """A launch, and the tensor-memory blocks of left and right that it takes; None where it loads by pointer."""
+
+    launch: Launch
+    blocks: tuple[list[int], list[int]] | None
+
+
+@functools.lru_cache(maxsize=1024)
+def _prepared(
+    left_shape, right_shape, strides, transposed, aligned, batch, tokens, first, bias_form, dtype, device
+) -> _Prepared:  # fmt: skip
+    length, rows, inner = left_shape
+    columns = right_shape[2]
+    sms = sm_count(device)
+    pitch = strides[2] if transposed else strides[1]
+    dense = strides[0] == pitch * (columns if transposed else inner)
+    # Descriptors need rows aligned to 16 bytes, and matrices back to back; the kernel, whole blocks of K.
+    described = TensorDescriptor is not None and aligned and pitch % 8 == 0 and inner % _K_BLOCK == 0 and dense
+    by_pointer = POINTER_TILES if step_of(inner) == step_of(columns) == 8 else UNALIGNED_TILES
     tile = tile_for(length, rows, columns, sms, TILES if described else by_pointer)
-    operands = _described(left, right, transposed, tile) if described else (left, right)
     tiles = length * triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
-    bias = left if bias is None else bias.contiguous()
-    launch(
+    launch = Launch(
         _gemm_combine,
         (min(sms, tiles),),
-        *operands,
-        bias,
-        addresses,
-        rows,
-        columns,
-        inner,
-        tiles,
-        right.stride(0),
-        right.stride(2) if transposed else right.stride(1),
-        batch,
-        tokens,
-        first,
+        (rows, columns, inner, tiles, strides[0], pitch, batch, tokens, first),
         TMA=described,
         TRANSPOSED=transposed,
         BIAS=bias_form,
@@ -136,26 +145,18 @@ def gemm_combine(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
+    right_block = [tile.columns, _K_BLOCK] if transposed else [_K_BLOCK, tile.columns]
+    return _Prepared(launch, ([tile.rows, _K_BLOCK], right_block) if described else None)
 
 
-def _can_be_described(left, right, transposed) -> bool:
-    """Whether tensor-memory descriptors fit: 16-byte aligned rows, K a whole number of blocks, matrices back to back."""
-    inner, columns = left.shape[2], right.shape[2]
-    pitch = right.stride(2) if transposed else right.stride(1)
-    dense = right.stride(0) == pitch * (columns if transposed else inner)
-    aligned = pitch % 8 == 0 and all(t.data_ptr() % 16 == 0 for t in (left, right))
-    return TensorDescriptor is not None and inner % _K_BLOCK == 0 and dense and aligned
-
-
-def _described(left, right, transposed, tile):
-    """Tensor-memory descriptors of the operands."""
+def _described(left, right, strides, transposed, left_block, right_block):
+    """Tensor-memory descriptors of the operands: their matrices, one behind another."""
     length, rows, inner = left.shape
     columns = right.shape[2]
-    pitch = right.stride(2) if transposed else right.stride(1)
-    a = TensorDescriptor(left, [length * rows, inner], [inner, 1], [tile.rows, _K_BLOCK])
+    a = TensorDescriptor(left, [length * rows, inner], [inner, 1], left_block)
     if transposed:
-        return a, TensorDescriptor(right, [length * columns, inner], [pitch, 1], [tile.columns, _K_BLOCK])
-    return a, TensorDescriptor(right, [length * inner, columns], [pitch, 1], [_K_BLOCK, tile.columns])
+        return a, TensorDescriptor(right, [length * columns, inner], [strides[2], 1], right_block)
+    return a, TensorDescriptor(right, [length * inner, columns], [strides[1], 1], right_block)
 
 
 def agrees_with_cublas(

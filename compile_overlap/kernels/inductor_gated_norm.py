@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from .. import compat
 from ..operators import fake_of, operator
-from .launch import launch
+from .launch import Launch
 
 try:
     import triton
@@ -82,14 +82,27 @@ def inductor_gated_norm(
     z = z.contiguous()
     out = z.new_empty((length, rows, twice_hidden // 2))
     stats = z.new_empty((4, length, rows, 1), dtype=torch.float32)
-    launch(
-        _inductor_gated_norm, (length * rows,), z, z if bias is None else bias.contiguous(),
-        *(norm.contiguous() for norm in (gamma_x, beta_x, gamma_gate, beta_gate)),
-        out, stats, length * rows, rows, eps_x, eps_gate, 1.0,
-        H=twice_hidden // 2, HAS_BIAS=bias is not None, ROUNDED=rounded, QUOTIENT=compat.SILU_IS_A_QUOTIENT,
-        BLOCK=block, WIDE=min(_LANES * warps, triton.next_power_of_2(twice_hidden // 4)), num_warps=warps,
-    )  # fmt: skip
+    norms = [norm.contiguous() for norm in (gamma_x, beta_x, gamma_gate, beta_gate)]
+    run = _launch(z.shape, bias is not None, eps_x, eps_gate, rounded, block, warps, z.dtype, z.device)
+    run(z, z if bias is None else bias.contiguous(), *norms, out, stats)
     return out, stats
+
+
+@functools.lru_cache(maxsize=1024)
+def _launch(shape, has_bias, eps_x, eps_gate, rounded, block, warps, dtype, device) -> Launch:
+    length, rows, twice_hidden = shape
+    return Launch(
+        _inductor_gated_norm,
+        (length * rows,),
+        (length * rows, rows, eps_x, eps_gate, 1.0),
+        H=twice_hidden // 2,
+        HAS_BIAS=has_bias,
+        ROUNDED=rounded,
+        QUOTIENT=compat.SILU_IS_A_QUOTIENT,
+        BLOCK=block,
+        WIDE=min(_LANES * warps, triton.next_power_of_2(twice_hidden // 4)),
+        num_warps=warps,
+    )
 
 
 @fake_of(inductor_gated_norm)

@@ -9,9 +9,11 @@ together in both places; the programs go round the peers, beginning with the nex
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
-from .launch import launch
+from .launch import Launch
 
 try:
     import triton
@@ -28,13 +30,16 @@ def store_rows(source: torch.Tensor, addresses: torch.Tensor, first: int, length
 
     The inboxes hold chunks behind one another: this one begins P*B*first*D elements behind the address.
     """
-    batch, P, tokens, width = source.shape
+    _launch(source.shape, first, length, rank, source.dtype, source.device)(source, addresses)
+
+
+@functools.lru_cache(maxsize=1024)
+def _launch(shape, first, length, rank, dtype, device) -> Launch:
+    batch, P, tokens, width = shape
     piece, begin = length * width, first * width
     blocks = triton.cdiv(piece, _BLOCK)
-    launch(
-        _store_rows, (batch * P * blocks,), source, addresses, batch, tokens * width, begin, piece, P * batch * begin, blocks, rank, P,
-        BLOCK=_BLOCK, num_warps=_WARPS,
-    )  # fmt: skip
+    numbers = batch, tokens * width, begin, piece, P * batch * begin, blocks, rank, P
+    return Launch(_store_rows, (batch * P * blocks,), numbers, BLOCK=_BLOCK, num_warps=_WARPS)
 
 
 if triton is not None:

@@ -4,13 +4,11 @@ import pytest
 import torch
 
 from compile_overlap import compat
-from compile_overlap.kernels.launch import launch
+from compile_overlap.kernels.launch import Launch
 
 
 class Kernel:
     """Stands in for a JIT function: counts what it compiles, and what is launched of that."""
-
-    arg_names = ["x", "y", "n", "BLOCK", "FLAG"]
 
     def __init__(self):
         self.compiled, self.launched = [], []
@@ -30,34 +28,20 @@ class Kernel:
 def test_second_launch_skips_the_binder(monkeypatch, with_constants):
     monkeypatch.setattr(compat, "TRITON_LAUNCHES_WITH_CONSTANTS", with_constants)
     kernel, x, y = Kernel(), torch.zeros(32), torch.zeros(32)
+    launch = Launch(kernel, (7,), (5, 0.5), BLOCK=16, FLAG=True, num_warps=4)
     for _ in range(3):
-        launch(kernel, (7,), x, y, 5, BLOCK=16, FLAG=True, num_warps=4)
-    assert kernel.compiled == [((7,), (x, y, 5), {"BLOCK": 16, "FLAG": True, "num_warps": 4, "num_stages": 3})]
-    assert kernel.launched == 2 * [((7, 1, 1), (x, y, 5, 16, True) if with_constants else (x, y, 5))]
+        launch(x, y)
+    assert kernel.compiled == [((7,), (x, y, 5, 0.5), {"BLOCK": 16, "FLAG": True, "num_warps": 4, "num_stages": 3})]
+    assert kernel.launched == 2 * [((7, 1, 1), (x, y, 5, 0.5, 16, True) if with_constants else (x, y, 5, 0.5))]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"x": torch.zeros(33)[1:]},  # another alignment
-        {"x": torch.zeros(32, dtype=torch.float64)},
-        {"n": 1},
-        {"n": 5.0},
-        {"BLOCK": 32},
-        {"FLAG": False},
-        {"num_warps": 8},
-        {"num_stages": 4},
-    ],
-    ids=lambda change: next(iter(change)),
-)
-def test_whatever_code_depends_on_is_compiled_for(change):
-    kernel = Kernel()
-    call = {"x": torch.zeros(32), "y": torch.zeros(32), "n": 5, "BLOCK": 16, "FLAG": True, "num_warps": 4, "num_stages": 3}
-    for chosen in (call, call | change, call, call | change):
-        arguments = dict(chosen)
-        operands = [arguments.pop(name) for name in ("x", "y", "n")]
-        launch(kernel, (1,), *operands, **arguments)
-    assert len(kernel.compiled) == len(kernel.launched) == 2
+def test_another_alignment_is_compiled_for():
+    kernel, aligned, shifted = Kernel(), torch.zeros(32), torch.zeros(33)[1:]
+    launch = Launch(kernel, (1, 2), (), num_warps=4)
+    for tensor in (aligned, shifted, aligned, shifted):
+        launch(tensor)
+    assert [args[0] is aligned for _, args, _ in kernel.compiled] == [True, False]
+    assert [grid for grid, _ in kernel.launched] == 2 * [(1, 2, 1)]
 
 
 def test_nothing_is_kept_of_an_interpreted_kernel():
@@ -66,6 +50,7 @@ def test_nothing_is_kept_of_an_interpreted_kernel():
             return lambda *args, **options: self.launched.append(grid)
 
     kernel = Interpreted()
+    launch = Launch(kernel, (3,), (), BLOCK=16, num_warps=4)
     for _ in range(2):
-        launch(kernel, (3,), torch.zeros(4), BLOCK=16, num_warps=4)
+        launch(torch.zeros(4))
     assert kernel.launched == [(3,), (3,)]
