@@ -12,6 +12,7 @@ measured and reported; the run ends with status 1 then.
 """
 
 import argparse
+import contextlib
 import sys
 
 import torch
@@ -159,8 +160,9 @@ def measure_rounds(workload, modes):
         for name, call in calls.items():
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
-            timing, output = timer.measure(call, warmup=min(options.warmup, 2) if index else options.warmup,
-                                           num_tests=per_round, before=workload.clear_gradients)
+            warmup = min(options.warmup, 2) if index else options.warmup
+            with variants.parse(name).applied() if name in modes else contextlib.nullcontext():
+                timing, output = timer.measure(call, warmup=warmup, num_tests=per_round, before=workload.clear_gradients)
             samples[name] += timing.samples
             if device.type == "cuda":
                 peaks[name] = max(peaks[name] or 0, torch.cuda.max_memory_allocated(device))

@@ -18,6 +18,7 @@ the sequential one. They need compilation. What a variant changes is environment
 A kernel variant is strict (``A2A_FFN_STRICT=1``): where the plugin would let the reference answer, it fails.
 """
 
+import contextlib
 import functools
 import os
 import re
@@ -54,6 +55,20 @@ class Variant:
     def plain(self):
         return self.name == self.mode
 
+    @contextlib.contextmanager
+    def applied(self):
+        """The variant's environment, meanwhile. Around a measurement it keeps what `around` does out of the time."""
+        before = {name: os.environ.get(name) for name in self.environment}
+        os.environ.update(self.environment)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
     def around(self, function):
         """``function`` with the variant's environment during each call."""
         if not self.environment:
@@ -61,16 +76,10 @@ class Variant:
 
         @functools.wraps(function)
         def call(*arguments):
-            before = {name: os.environ.get(name) for name in self.environment}
-            os.environ.update(self.environment)
-            try:
+            if all(os.environ.get(name) == value for name, value in self.environment.items()):
                 return function(*arguments)
-            finally:
-                for name, value in before.items():
-                    if value is None:
-                        del os.environ[name]
-                    else:
-                        os.environ[name] = value
+            with self.applied():
+                return function(*arguments)
 
         return call
 
