@@ -6,8 +6,9 @@ timings choose, decide the order of the sum. This kernel keeps the order, and sa
 slow: a lane's count is known, so that the division by it is a product with a constant; only the last step is masked;
 values are loaded and unpacked in pairs; the gate needs no case for large numbers.
 
-`order_of` finds block and warps: it lets Inductor compile the expression for the same shape and compares every bit. Where no order fits (persistent reductions of short rows, split ones of few rows, another version) there
-is none, and Inductor's own kernel stays.
+`order_of` finds block and warps: it lets Inductor compile the expression for the same shape and compares every bit. Where
+no order fits (persistent reductions of short rows, split ones of few rows, another version) there is none, and Inductor's
+own kernel stays.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ try:
     from .exact_gated_norm import _pack_bf16x2, _silu
 except ImportError:
     triton = None
-
 
 
 class Order(NamedTuple):
@@ -75,8 +75,8 @@ def inductor_gated_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What `plain` returns, the statistics in one tensor [4,l,n,1], for z [l,n,2H], bias [l,2H] and norm weights [H].
 
-    In bf16 or fp16, H even, on CUDA.
-    `rounded`: the biased input is rounded to that dtype, as where it is saved. `block`, `warps`: an `Order`.
+    In bf16 or fp16, H even, on CUDA. `rounded`: the biased input is rounded to that dtype, as where it is saved. `block`,
+    `warps`: an `Order`.
     """
     length, rows, twice_hidden = z.shape
     z = z.contiguous()
