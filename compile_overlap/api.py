@@ -55,9 +55,21 @@ def forward_ffn(ffn: Any, inputs: torch.Tensor, *, comp_only: bool = False) -> t
             layer, reason = _decided(ffn, inputs, layout, settings, comp_only)
     if layer is None:
         notice.delegate(reason, strict=settings.strict, rank=ffn.ep_index)
-        return ffn.forward(inputs, overlap="none", comp_only=comp_only)
+        return _reference(ffn, inputs, comp_only, reason)
     calls.keep(ffn, inputs, comp_only, layer)
     return layer(inputs.contiguous(), *parameters_of(ffn))
+
+
+def _reference(ffn: Any, inputs: torch.Tensor, comp_only: bool, reason: str) -> torch.Tensor:
+    """The reference's answer. Raises RuntimeError where training would silently leave the parameters without gradients."""
+    outputs = ffn.forward(inputs, overlap="none", comp_only=comp_only)
+    trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters_of(ffn))
+    if trained and not outputs.requires_grad and compat.transform_in_use() is None:
+        raise RuntimeError(
+            f"the reference answers this call, because {reason}; but its output is cut off from autograd, so that no "
+            "parameter would get a gradient: make its exchanges differentiable, or call it under torch.no_grad()"
+        )
+    return outputs
 
 
 _DECIDING = threading.RLock()

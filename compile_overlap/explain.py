@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from . import api, plan
-from .config import Settings
+from .config import PEERS, Settings
 from .layout import Layout, check_call
 from .recipes import ADD, EAGER_EXACT, INDUCTOR, NORM
 from .schedule import FORWARD, START, Plan, Work, build
@@ -33,8 +33,9 @@ def explain(ffn: Any, inputs: torch.Tensor) -> str:
         f"{inputs.device.type}, grad {'on' if torch.is_grad_enabled() else 'off'}",
         f"chunks     {len(sizes)} along L, of {', '.join(map(str, sizes))} tokens",
         f"schedule   {_schedule(chosen, layout, sent)}",
+        f"plan       {chosen}",
         f"exchange   {_size(sent)} sent per rank in each dispatch and each combine",
-        f"transport  {_transport(layout.P, inputs, chosen)}",
+        f"transport  {_transport(layout.P, inputs, chosen, settings)}",
         f"gemms      {_gemms(inputs, chosen)}",
         f"norm       {_norm(inputs, chosen, taken and decision.recipe == EAGER_EXACT)}",
     ]
@@ -53,20 +54,21 @@ def _schedule(chosen: Plan, layout: Layout, sent: int) -> str:
     order = " ".join(forward.label(step) for step in forward.steps if step.kind == START)
     in_flight = _size(2 * sent * forward.in_flight() // layout.L)
     off = f"; off: {', '.join(chosen.disabled)}" if chosen.disabled else ""
-    return f"exchanges start in the order {order}; at most {in_flight} of dispatches in flight{off}"
+    return f"exchanges start in the order {order}; at most {in_flight} of dispatches, packed and received, in flight{off}"
 
 
 def _size(count: int) -> str:
     return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
 
 
-def _transport(P: int, inputs: torch.Tensor, chosen: Plan) -> str:
+def _transport(P: int, inputs: torch.Tensor, chosen: Plan, settings: Settings) -> str:
     if P == 1:
         return "none: one rank, the exchange is a local layout change"
     if chosen.peers:
         first = "; the first GEMM begins with the rank's own rows" if chosen.own_first else ""
         return f"the peers' memory: put straight into their inboxes, the second GEMM stores what it combines{first}"
-    return f"functional collectives over {'NCCL' if inputs.is_cuda else 'gloo'}"
+    refused = "; the peers' memory was asked for, the log says why not" if settings.transport == PEERS else ""
+    return f"functional collectives over {'NCCL' if inputs.is_cuda else 'gloo'}{refused}"
 
 
 def _gemms(inputs: torch.Tensor, chosen: Plan) -> str:

@@ -153,6 +153,11 @@ def test_what_the_layer_does_not_take_is_delegated(monkeypatch, caplog, ffn, cha
     change(ffn)
     ffn.forward = lambda inputs, overlap, comp_only=False: inputs + 1
     inputs = torch.zeros(2, 4, 16)
+    with torch.no_grad():
+        assert torch.equal(compile_overlap.forward_ffn(ffn, inputs), inputs + 1)
+    with pytest.raises(RuntimeError, match=f"{reason}.* cut off from autograd"):
+        compile_overlap.forward_ffn(ffn, inputs)
+    ffn.requires_grad_(False)
     assert torch.equal(compile_overlap.forward_ffn(ffn, inputs), inputs + 1)
     monkeypatch.setenv("A2A_FFN_STRICT", "1")
     with pytest.raises(Delegated, match=reason):
