@@ -9,6 +9,7 @@ from operator import index
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._dynamo.comptime import comptime
 
 import passes
@@ -183,9 +184,23 @@ def _refuse_capture(inputs: torch.Tensor, what: str) -> None:
 def reset() -> None:
     """Forget every decision and compiled configuration; the next calls decide and compile again, on every rank."""
     _DECISIONS.clear()
+    _TRACED.clear()
     calls.reset()
     compiler.reset()
     transport.reset()
+
+
+_TRACED: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
+
+
+def _require_agreed_trace(group: Any, layout: Layout, device: torch.device, configuration: Any) -> None:
+    """As `_require_agreement`, at the first trace of a configuration: a later one may be traced again on one rank alone."""
+    if layout.P == 1:
+        return
+    traced = _TRACED.setdefault(dist.group.WORLD if group is None else group, set())
+    if configuration not in traced and not same_on_all_ranks(group, layout.P, device, configuration):
+        raise ValueError(f"A2A_FFN_*: must be the same on every rank of the group; this rank traces {configuration}")
+    traced.add(configuration)
 
 
 # Inside an outer torch.compile. Dynamo traces these lines; what must not be traced runs at trace time.
@@ -259,6 +274,7 @@ def _at_trace_time(
     layout = Layout(P, B, T, D, H)
     resolved = torch._C._distributed_c10d._resolve_process_group(group) if group else None
     bias = settings.bias or form
+    _require_agreed_trace(resolved, layout, device, (layout, dtype, training, bias, settings))
     chosen = transport.plan_for(resolved, rank, layout, dtype, device, training, INDUCTOR, bias, settings)
     alias = overlap_alias(resolved, chosen) if exchanged else None
     return False, chosen.sizes, chosen.triton, alias, bias

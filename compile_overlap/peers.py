@@ -182,10 +182,13 @@ def parts_agree(
 ) -> bool:  # fmt: skip
     """Whether `peer_take_gemm`'s parts equal the product of all rows at once, on random operands of these shapes."""
     draw = functools.partial(torch.randn, dtype=dtype, device=device, generator=torch.Generator(device).manual_seed(0))
-    rows = draw((P * batch, length, inner))
+    rows, source = draw((P * batch, length, inner)), draw((batch, P, length, inner))
+    own, *rest = blocks_of(rank, batch, P)
+    rows[own] = source[:, rank]
     right = draw((length, columns, inner)).transpose(1, 2) if transposed else draw((length, inner, columns))
     product = rows.new_empty((length, P * batch, columns))
-    for block in blocks_of(rank, batch, P):
+    multiply_into(product, own, source[:, rank], right, triton)
+    for block in rest:
         multiply_into(product, block, rows[block], right, triton)
     return torch.equal(product, chunk_gemm_triton.product(rows.transpose(0, 1), right, triton))
 

@@ -39,7 +39,9 @@ def plan_for(
 
 
 def _exchanging(group, rank, layout, dtype, device, training, bias, settings) -> Plan:
-    if settings.transport == PEERS and layout.P > 1:
+    if settings.transport == PEERS and layout.P > 1 and "pin-order" in settings.disabled_passes:
+        notice.fall_back("pin-order is switched off", strict=settings.strict, rank=rank)
+    elif settings.transport == PEERS and layout.P > 1:
         chosen = _by_peers(group, layout, dtype, device, training, settings)
         reason = _obstacle(group, layout, dtype, device, training, bias, chosen.sizes)
         if reason is None:
@@ -98,19 +100,20 @@ def _gemms(layout: Layout, training: bool, bias: str, sizes: tuple[int, ...]) ->
 def _own_first_agrees(group, layout: Layout, chosen: Plan, dtype, device, training: bool, bias: str) -> bool:
     """Whether a first GEMM in parts, each rank's own rows and the others', equals the whole one; decided once by all ranks."""
     decided = _OWN_FIRST.setdefault(dist.group.WORLD if group is None else group, {})
-    key = (layout, chosen.sizes[0], chosen.triton, dtype, device, training, bias)
+    key = (layout, chosen.sizes, chosen.triton, dtype, device, training, bias)
     if key not in decided:
 
         def check():
             rank = dist.get_rank(group)
             directions = ((FORWARD, layout.D, 2 * layout.H),) if bias == ADD else ()
             directions += ((BACKWARD, layout.D, layout.H),) if training else ()
-            return all(
+            return bool(directions) and all(
                 peers.parts_agree(
-                    chosen.sizes[0], layout.B, layout.P, rank, inner, columns, direction == BACKWARD,
+                    size, layout.B, layout.P, rank, inner, columns, direction == BACKWARD,
                     direction in chosen.triton, dtype, device,
                 )
                 for direction, inner, columns in directions
+                for size in set(chosen.sizes)  # which chunk is first depends on the direction
             )  # fmt: skip
 
         agree, _ = groups.attempt(group, layout.P, device, check)

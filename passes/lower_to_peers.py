@@ -10,9 +10,11 @@ Contract
             - `peer_gemm` in place of the last GEMM on the way, its bias, the pack and start of the second exchange
             and one `peer_finish` in place of the waits of all second exchanges and the concatenation of their rows
             (see `compile_overlap.peers`); the order is kept
-    raises  `UnknownStructure`, leaving the graph to the collectives, when a layer of such a plan is built otherwise, or
-            begins before another one has ended (they would share an inbox); every rank compiles the same graph, so all
-            of them lower it or none does
+    raises  `UnknownStructure`, leaving a layer to the collectives, when it is built otherwise than such a plan says, and
+            all of them when one begins before another one has ended (they would share an inbox); every rank compiles the
+            same graph, so all of them lower a layer or none does
+    needs   `PinOrder`: an inbox is free again by the order alone (`transport` gives no such plan without the pass, and
+            `verify` refuses a wrapper in another order)
 
 What a view chain reads is not read off its operators: it is evaluated on a tensor without data, whose sizes, strides
 and offset then must be those of the pack (or unpack) that the lowered operator does itself.
@@ -47,12 +49,16 @@ class LowerToPeers(OverlapPass):
             return graph, 0
         _check_apart(graph, layers)
         waits = {wait for layer in layers for chunk in layer.chunks for wait in chunk.waits}
-        try:
-            for layer in layers:
+        problems = []
+        for layer in layers:
+            try:
                 _Lowering(graph, layer).run()
-        finally:
-            graph.eliminate_dead_code(lambda node: node.is_impure() and (node.users or node not in waits))
+            except UnknownStructure as problem:
+                problems.append(problem)
+        graph.eliminate_dead_code(lambda node: node.is_impure() and (node.users or node not in waits))
         verify.expect(graph)
+        if problems:
+            raise problems[0]
         return graph, sum(3 * len(layer.chunks) + 1 for layer in layers)
 
 
@@ -80,8 +86,10 @@ class _Lowering:
         rows, _, self.width = start.args[0].meta["val"].shape
         self.batch, self.tokens = rows // self.P, sum(layer.plan.sizes)
         self.replaced: list[tuple[torch.fx.Node, torch.fx.Node]] = []
+        self.place = {node: index for index, node in enumerate(graph.nodes)}
         if any(len(chunk.starts) < 2 for chunk in layer.chunks):
             raise UnknownStructure(f"{start.name}: a layer without second exchanges cannot tell when its inbox is read")
+        self.last = max((chunk.waits[1] for chunk in layer.chunks), key=self.place.get)
 
     def run(self) -> None:
         taken = [self._first_exchange(index, chunk) for index, chunk in enumerate(self.layer.chunks)]
@@ -89,12 +97,12 @@ class _Lowering:
         if [first for _, first in sorted(zip(places, taken))] != sorted(taken):
             raise UnknownStructure(f"{wholes}: put chunks together in another order than they were taken apart")
         stored = [self._second_exchange(chunk, first) for chunk, first in zip(self.layer.chunks, taken)]
-        waits = {chunk.waits[1] for chunk in self.layer.chunks}
-        last = next(node for node in reversed(self.graph.nodes) if node in waits)
-        with self.graph.inserting_after(last):
+        with self.graph.inserting_after(self.last):
             arguments = (stored, self.batch, self.tokens, self.width, self.P, self.alias)
             finish = self.graph.call_function(ops.peer_finish.default, arguments)
         finish.meta["val"] = stored[0].meta["val"].new_empty((self.batch, self.P, self.tokens, self.width))
+        if self._read_packed():
+            self._replace(self.layer.chunks[0].waits[1], self._packed(finish))
         for whole in wholes:
             if compat.simplified_split(whole) is None:
                 self._replace(whole, finish)
@@ -106,6 +114,21 @@ class _Lowering:
                 self._replace(whole, split)
         for old, new in self.replaced:
             old.replace_all_uses_with(new)
+
+    def _packed(self, finish: torch.fx.Node) -> torch.fx.Node:
+        """The results as one second exchange would have brought them: [P*B,L,D]."""
+        steps = (
+            (aten.permute.default, ([1, 0, 2, 3],), {}),
+            (aten.clone.default, (), {"memory_format": torch.contiguous_format}),
+            (aten.reshape.default, ([self.P * self.batch, self.tokens, self.width],), {}),
+        )
+        node = finish
+        for target, arguments, options in steps:
+            value = target(node.meta["val"], *arguments, **options)
+            with self.graph.inserting_after(node):
+                node = self.graph.call_function(target, (node, *arguments), options)
+            node.meta["val"] = value
+        return node
 
     def _first_exchange(self, index: int, chunk: Chunk) -> int:
         """Lower it, and return its first token."""
@@ -120,7 +143,8 @@ class _Lowering:
         if source.numel() != B * P * L * D or not source.is_contiguous() or rest or not _same(packed, *expected):
             raise UnknownStructure(f"{start.name}: sends {_layout(packed)} of {_layout(source)}, not a slice of tokens")
         first_gemm = self._begun_with_own_rows(chunk) if index == 0 else None
-        keep = not _readers(wait) <= {*chunk.gemms, *chunk.free}
+        readers = _readers(wait)
+        keep = not readers <= {*chunk.gemms, *chunk.free} or any(self.place[each] > self.place[self.last] for each in readers)
         which = (first, chunk.size, P)
         with self.graph.inserting_before(start):
             shaped = self.graph.call_function(aten.reshape.default, (base, [B, P, L, D]))
@@ -133,9 +157,8 @@ class _Lowering:
                 arguments = (put, shaped, index, *which, hidden, keep, self.alias)
                 rows = self.graph.call_function(ops.peer_take.default, arguments)
             else:
-                right = self._hoisted(first_gemm.args[1], wait)
                 triton = first_gemm.target is not aten.bmm.default
-                arguments = (put, shaped, right, index, *which, triton, self.alias)
+                arguments = (put, shaped, first_gemm.args[1], index, *which, triton, self.alias)
                 product = self.graph.call_function(ops.peer_take_gemm.default, arguments)
                 product.meta["val"] = first_gemm.meta["val"]
                 self._replace(first_gemm, product)
@@ -155,25 +178,29 @@ class _Lowering:
             chain.append(node)
             node = node.args[0]
         if node is not chunk.waits[0]:
-            raise UnknownStructure(f"{gemm.name}: multiplies {node.name}, not the rows of {chunk.waits[0].name}")
+            return None
         rows, D = self.P * self.batch, self.width
         value = torch.empty((rows, chunk.size, D), device="meta")
         for view in reversed(chain):
             value = view.target(value, *view.args[1:], **view.kwargs)
         if not _same(value, (chunk.size, rows, D), (D, chunk.size * D, 1)) or value.storage_offset():
-            raise UnknownStructure(f"{gemm.name}: multiplies {_layout(value)} of {node.name}")
-        return gemm
+            return None
+        return gemm if self._hoist(gemm.args[1], chunk.waits[0]) else None
 
-    def _hoisted(self, node: torch.fx.Node, before: torch.fx.Node) -> torch.fx.Node:
-        """`node`, moved before another where it is a view that comes later."""
+    def _hoist(self, node: torch.fx.Node, before: torch.fx.Node) -> bool:
+        """Move `node`, and what it needs, before another where they come later; False if they depend on that one."""
         place = {each: index for index, each in enumerate(self.graph.nodes)}
-        if place[node] > place[before]:
-            if node.target not in _VIEWS:
-                raise UnknownStructure(f"{node.name}: comes after {before.name}, whose GEMM needs it")
-            for argument in node.all_input_nodes:
-                self._hoisted(argument, before)
-            before.prepend(node)
-        return node
+        later, pending = set(), [node]
+        while pending:
+            each = pending.pop()
+            if each is before or (place[each] > place[before] and each.is_impure()):
+                return False
+            if place[each] > place[before] and each not in later:
+                later.add(each)
+                pending += each.all_input_nodes
+        for each in sorted(later, key=place.get):
+            before.prepend(each)
+        return True
 
     def _second_exchange(self, chunk: Chunk, first: int) -> torch.fx.Node:
         start = chunk.starts[1]
@@ -208,12 +235,12 @@ class _Lowering:
         These are concatenations, and what Inductor makes of one whose only reader splits it again (the chunks
         themselves, in a tuple). A single chunk is whole; where it is only read to be copied, the copy is.
         """
-        ends = [self._unpacked(chunk) for chunk in self.layer.chunks]
-        if len(ends) == 1:
-            copies = list(ends[0].users)
-            copied = len(copies) == 1 and copies[0].target is aten.clone.default
-            copied = copied and copies[0].kwargs.get("memory_format") is torch.contiguous_format
-            return (copies if copied else ends), [0]
+        unpacked = [self._unpacked(chunk) for chunk in self.layer.chunks]
+        if len(unpacked) == 1:
+            return [_copy_of(end) or end for end in unpacked[0]], [0]
+        ends = [chunk_ends[0] for chunk_ends in unpacked]
+        if any(len(chunk_ends) > 1 for chunk_ends in unpacked) or self._read_packed():
+            raise UnknownStructure(f"{unpacked}: chunks are read apart from each other")
         wholes, orders = list(ends[0].users), set()
         for whole in wholes:
             parts = compat.simplified_split(whole)
@@ -226,22 +253,48 @@ class _Lowering:
             raise UnknownStructure(f"{wholes}: do not put the chunks {ends} together alike")
         return wholes, list(orders.pop())
 
-    def _unpacked(self, chunk: Chunk) -> torch.fx.Node:
-        """The view [B,P,l,D] of what a chunk's second exchange brought."""
+    def _unpacked(self, chunk: Chunk) -> list[torch.fx.Node]:
+        """The views [B,P,l,D] of what a chunk's second exchange brought: one for each chain of views that reads it.
+
+        Whatever reads it in another layout (`_read_packed`) is left out.
+        """
         B, P, l, D = self.batch, self.P, chunk.size, self.width
-        node, value = chunk.waits[1], torch.empty((P * B, l, D), device="meta")
-        while not _same(value, (B, P, l, D), (l * D, B * l * D, D, 1)):
-            users = list(node.users)
-            if len(users) != 1 or users[0].target not in _VIEWS:
-                raise UnknownStructure(f"{node.name}: {_layout(value)} is not unpacked into [B,P,l,D]")
-            node = users[0]
-            value = node.target(value, *node.args[1:], **node.kwargs)
-        return node
+        ends, pending = [], [(chunk.waits[1], torch.empty((P * B, l, D), device="meta"))]
+        while pending:
+            node, value = pending.pop()
+            if _same(value, (B, P, l, D), (l * D, B * l * D, D, 1)):
+                ends.append(node)
+                continue
+            views = [user for user in node.users if user.target in _VIEWS]
+            pending += [(user, user.target(value, *user.args[1:], **user.kwargs)) for user in views]
+        if not ends:
+            raise UnknownStructure(f"{chunk.waits[1].name}: nothing unpacks it into [B,P,l,D]")
+        return ends
+
+    def _read_packed(self) -> bool:
+        """Whether anything reads what a second exchange brought before it is unpacked."""
+        ends = {end for chunk in self.layer.chunks for end in self._unpacked(chunk)}
+        pending = [chunk.waits[1] for chunk in self.layer.chunks]
+        while pending:
+            node = pending.pop()
+            if node in ends:
+                continue
+            if any(user.target not in _VIEWS for user in node.users):
+                return True
+            pending += node.users
+        return False
 
     def _replace(self, old: torch.fx.Node, new: torch.fx.Node) -> None:
         new.meta = {**old.meta, **new.meta}
         new.meta.pop(compat.OF_ARGUMENTS, None)
         self.replaced.append((old, new))
+
+
+def _copy_of(node: torch.fx.Node) -> torch.fx.Node | None:
+    """The contiguous copy that is all that reads a node; None if anything else does."""
+    users = list(node.users)
+    copied = len(users) == 1 and users[0].target is aten.clone.default
+    return users[0] if copied and users[0].kwargs.get("memory_format") is torch.contiguous_format else None
 
 
 def _viewed(node: torch.fx.Node) -> tuple[torch.fx.Node, torch.Tensor]:

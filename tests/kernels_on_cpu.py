@@ -27,9 +27,10 @@ def _chunk_bmm_triton(left, right):
 
 
 @torch.library.impl(_ON_CPU, "gated_norm_grad", "CPU")
-def _gated_norm_grad(grad, z, bias, gamma_x, beta_x, gamma_gate, beta_gate, mean_x, rstd_x, mean_gate, rstd_gate):
+def _gated_norm_grad(grad, z, bias, gamma_x, beta_x, gamma_gate, beta_gate, mean_x, rstd_x, mean_gate, rstd_gate, rounded):
     calls["gated_norm_grad"] += 1
     biased = z.float() if bias is None else z.float() + bias.float().unsqueeze(1)
+    biased = biased.to(z.dtype).float() if rounded else biased
     grad = grad.float()
     halves = [
         ((half - mean.float()) * rstd.float(), rstd.float(), gamma.float(), beta.float())

@@ -13,6 +13,12 @@ def sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor laid out row by row, beginning at a multiple of 16 bytes, so that several values can be read as one."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
+
+
 @functools.lru_cache(maxsize=None)
 def loaded_library(name: str) -> ctypes.CDLL:
     """A CUDA library that torch has loaded into this process, by its file's name without version, `libcudart.so` say."""

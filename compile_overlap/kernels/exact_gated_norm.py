@@ -21,6 +21,7 @@ import functools
 
 import torch
 
+from . import dense
 from .launch import Launch
 
 try:
@@ -53,9 +54,9 @@ def forward(z, bias, gamma_x, beta_x, gamma_gate, beta_gate, eps_x: float, eps_g
     hidden = twice_hidden // 2
     out = z.new_empty((length, rows, hidden))
     stats = [z.new_empty((length, rows, 1), dtype=torch.float32) for _ in range(4)]
-    norms = [norm.contiguous() for norm in (gamma_x, beta_x, gamma_gate, beta_gate)]
+    norms = [dense(norm) for norm in (gamma_x, beta_x, gamma_gate, beta_gate)]
     run = _launch(length, rows, hidden, bias is not None, eps_x, eps_gate, z.dtype, z.device)
-    run(z, z if bias is None else bias.contiguous(), *norms, out, *stats)
+    run(z, z if bias is None else dense(bias), *norms, out, *stats)
     return (out, *stats)
 
 

@@ -51,11 +51,12 @@ def gated_norm_grad(
     rstd_x: torch.Tensor,
     mean_gate: torch.Tensor,
     rstd_gate: torch.Tensor,
+    rounded: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """From grad [l,n,H], z [l,n,2H], bias [l,2H] and the norms' weights [H] and statistics [l,n,1] in fp32:
 
     dz [l,n,2H] and h [l,n,H] in z's dtype, dbias [l,2H] in fp32, and dgamma_x, dbeta_x, dgamma_gate, dbeta_gate [4,H]
-    in fp32.
+    in fp32. `rounded`: the forward rounded z + bias to z's dtype.
     """
     length, rows, hidden = grad.shape
     grad, z = grad.contiguous(), z.contiguous()
@@ -64,18 +65,19 @@ def gated_norm_grad(
     dbias = z.new_empty((length, 2 * hidden), dtype=torch.float32)
     partial = z.new_empty((length, 4, hidden), dtype=torch.float32)
     operands = (
-        grad, z, z if bias is None else bias.contiguous(), gamma_x, beta_x, gamma_gate, beta_gate,
+        grad, z, z if bias is None else bias.contiguous(),
+        gamma_x.contiguous(), beta_x.contiguous(), gamma_gate.contiguous(), beta_gate.contiguous(),
         mean_x.contiguous(), rstd_x.contiguous(), mean_gate.contiguous(), rstd_gate.contiguous(),
     )  # fmt: skip
-    for_rows, for_columns = _launches(length, rows, hidden, bias is not None, z.dtype, z.device)
+    for_rows, for_columns = _launches(length, rows, hidden, bias is not None, rounded, z.dtype, z.device)
     for_rows(*operands, sums)
     for_columns(*operands, sums, dz, h, dbias, partial)
     return dz, h, dbias, partial.sum(0)
 
 
 @functools.lru_cache(maxsize=1024)
-def _launches(length, rows, hidden, has_bias, dtype, device) -> tuple[Launch, Launch]:
-    shared = {"H": hidden, "HAS_BIAS": has_bias}
+def _launches(length, rows, hidden, has_bias, rounded, dtype, device) -> tuple[Launch, Launch]:
+    shared = {"H": hidden, "HAS_BIAS": has_bias, "ROUNDED": rounded}
     block = min(_ROW_BLOCK, triton.next_power_of_2(hidden))
     grid = triton.cdiv(hidden, _TILE_COLUMNS), length
     tile = {"ROWS": _TILE_ROWS, "COLUMNS": _TILE_COLUMNS, "num_warps": _TILE_WARPS}
@@ -87,7 +89,7 @@ def _launches(length, rows, hidden, has_bias, dtype, device) -> tuple[Launch, La
 
 
 @fake_of(gated_norm_grad)
-def _(grad, z, bias, gamma_x, beta_x, gamma_gate, beta_gate, mean_x, rstd_x, mean_gate, rstd_gate):
+def _(grad, z, bias, gamma_x, beta_x, gamma_gate, beta_gate, mean_x, rstd_x, mean_gate, rstd_gate, rounded):
     length, _, hidden = grad.shape
     single = torch.float32
     dbias = z.new_empty((length, 2 * hidden), dtype=single)
@@ -97,9 +99,11 @@ def _(grad, z, bias, gamma_x, beta_x, gamma_gate, beta_gate, mean_x, rstd_x, mea
 if triton is not None:
 
     @triton.jit
-    def _normed(z, bias, mean, rstd, gamma, beta, HAS_BIAS: tl.constexpr):
+    def _normed(z, bias, mean, rstd, gamma, beta, like, HAS_BIAS: tl.constexpr, ROUNDED: tl.constexpr):
         if HAS_BIAS:
             z += bias
+            if ROUNDED:
+                z = z.to(like.dtype.element_ty).to(tl.float32)
         x = (z - mean) * rstd
         return x, x * gamma + beta
 
@@ -121,7 +125,7 @@ if triton is not None:
     def _row_sums(
         grad_ptr, z_ptr, bias_ptr, gamma_x_ptr, beta_x_ptr, gamma_gate_ptr, beta_gate_ptr,
         mean_x_ptr, rstd_x_ptr, mean_gate_ptr, rstd_gate_ptr, sums_ptr, rows, total_rows,
-        H: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+        H: tl.constexpr, HAS_BIAS: tl.constexpr, ROUNDED: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(0).to(tl.int64)
         token = row // rows
@@ -145,8 +149,8 @@ if triton is not None:
             beta_x = tl.load(beta_x_ptr + columns, inside, 0.0).to(tl.float32)
             gamma_gate = tl.load(gamma_gate_ptr + columns, inside, 0.0).to(tl.float32)
             beta_gate = tl.load(beta_gate_ptr + columns, inside, 0.0).to(tl.float32)
-            x, n_x = _normed(u, bias_u, mean_x, rstd_x, gamma_x, beta_x, HAS_BIAS)
-            x_gate, n_gate = _normed(g, bias_g, mean_gate, rstd_gate, gamma_gate, beta_gate, HAS_BIAS)
+            x, n_x = _normed(u, bias_u, mean_x, rstd_x, gamma_x, beta_x, z_ptr, HAS_BIAS, ROUNDED)
+            x_gate, n_gate = _normed(g, bias_g, mean_gate, rstd_gate, gamma_gate, beta_gate, z_ptr, HAS_BIAS, ROUNDED)
             h, dn_x, dn_gate = _gate_grads(grad, n_x, n_gate)
             w_x, w_gate = dn_x * gamma_x, dn_gate * gamma_gate
             w_x_sum += w_x
@@ -163,7 +167,7 @@ if triton is not None:
         grad_ptr, z_ptr, bias_ptr, gamma_x_ptr, beta_x_ptr, gamma_gate_ptr, beta_gate_ptr,
         mean_x_ptr, rstd_x_ptr, mean_gate_ptr, rstd_gate_ptr, sums_ptr, dz_ptr, h_ptr, dbias_ptr, partial_ptr,
         rows, total_rows,
-        H: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+        H: tl.constexpr, HAS_BIAS: tl.constexpr, ROUNDED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ):  # fmt: skip
         token = tl.program_id(1).to(tl.int64)
         columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -203,8 +207,8 @@ if triton is not None:
             wx_gate_mean = tl.load(sums_ptr + 3 * total_rows + row, known, 0.0)[:, None]
             wide = row[:, None] * 2 * H + columns[None, :]
             narrow = row[:, None] * H + columns[None, :]
-            x, n_x = _normed(u, bias_u, mean_x, rstd_x, gamma_x, beta_x, HAS_BIAS)
-            x_gate, n_gate = _normed(g, bias_g, mean_gate, rstd_gate, gamma_gate, beta_gate, HAS_BIAS)
+            x, n_x = _normed(u, bias_u, mean_x, rstd_x, gamma_x, beta_x, z_ptr, HAS_BIAS, ROUNDED)
+            x_gate, n_gate = _normed(g, bias_g, mean_gate, rstd_gate, gamma_gate, beta_gate, z_ptr, HAS_BIAS, ROUNDED)
             h, dn_x, dn_gate = _gate_grads(grad, n_x, n_gate)
             du = rstd_x * (dn_x * gamma_x - w_x_mean - x * wx_x_mean)
             dg = rstd_gate * (dn_gate * gamma_gate - w_gate_mean - x_gate * wx_gate_mean)

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from .. import compat
 from ..operators import fake_of, operator
+from . import dense
 from .launch import Launch
 
 try:
@@ -79,12 +80,12 @@ def inductor_gated_norm(
     `warps`: an `Order`.
     """
     length, rows, twice_hidden = z.shape
-    z = z.contiguous()
+    z = dense(z)
     out = z.new_empty((length, rows, twice_hidden // 2))
     stats = z.new_empty((4, length, rows, 1), dtype=torch.float32)
-    norms = [norm.contiguous() for norm in (gamma_x, beta_x, gamma_gate, beta_gate)]
+    norms = [dense(norm) for norm in (gamma_x, beta_x, gamma_gate, beta_gate)]
     run = _launch(z.shape, bias is not None, eps_x, eps_gate, rounded, block, warps, z.dtype, z.device)
-    run(z, z if bias is None else bias.contiguous(), *norms, out, stats)
+    run(z, z if bias is None else dense(bias), *norms, out, stats)
     return out, stats
 
 

@@ -109,7 +109,9 @@ def _fused(w1, wout, b1, bout, norms, bias, eps, own, order):
         if gated_norm_grad.takes(z_lnf) and torch.is_grad_enabled():
             saved = any(tensor.requires_grad for tensor in (z_lnf, b1, *norms))
             rounded = compat.ROUNDS_SAVED_SUMS_ONLY and shift is not None and saved
-            y_lnd = _GatedProjection.apply(z_lnf, shift, *norms, wout, added, *eps, own[1], order, rounded)
+            probed = saved or not compat.ROUNDS_SAVED_SUMS_ONLY  # with gradients enabled, the order of saved sums is known
+            known = order if probed else None
+            y_lnd = _GatedProjection.apply(z_lnf, shift, *norms, wout, added, *eps, own[1], known, rounded)
         else:
             y_lnd = _project(_gated_norm(z_lnf, shift, norms, eps, order, False)[0], wout, added)
         return y_lnd + bout if bias == ADD else y_lnd
@@ -140,6 +142,7 @@ class _GatedProjection(Function):
     def forward(ctx, z, shift, gamma_x, beta_x, gamma_gate, beta_gate, wout, bout, eps_x, eps_gate, own, order, rounded):
         norms = gamma_x, beta_x, gamma_gate, beta_gate
         ctx.shifted, ctx.added, ctx.own = shift is not None, bout is not None, own
+        ctx.rounded = rounded
         if rounded and order is None:
             z, shift = z + shift, None
         h, *stats = _gated_norm(z, shift, norms, (eps_x, eps_gate), order, rounded)
@@ -152,7 +155,7 @@ class _GatedProjection(Function):
         grad_h = chunk_gemm_triton.product(grad, wout.transpose(1, 2), ctx.own)
         bias = None if shift is None else shift.squeeze(1)
         grad_z, h, grad_bias, grad_norms = gated_norm_grad.gated_norm_grad(
-            grad_h, z, bias, *norms, mean_x, rstd_x, mean_gate, rstd_gate
+            grad_h, z, bias, *norms, mean_x, rstd_x, mean_gate, rstd_gate, ctx.rounded
         )
         grad_shift = grad_bias.unsqueeze(1).to(z.dtype) if ctx.shifted else None
         grad_wout = torch.bmm(h.transpose(1, 2), grad)

@@ -181,7 +181,7 @@ class _GatedProjection(Function):
         z, bias, wout, *weights_and_stats = ctx.saved_tensors
         operands = chunk_gemm_triton.product(grad, wout.transpose(1, 2), ctx.own), z, bias, *weights_and_stats
         if gated_norm_grad.takes(z) and not ctx.exact:
-            grad_z, h, grad_bias, grad_norms = gated_norm_grad.gated_norm_grad(*operands)
+            grad_z, h, grad_bias, grad_norms = gated_norm_grad.gated_norm_grad(*operands, True)
         else:
             grad_z, h, grad_bias, grad_norms = gated_norm_backward(*operands, *ctx.eps, not ctx.exact)
         grad_bias = None if bias is None else grad_bias.to(z.dtype)

@@ -32,6 +32,10 @@ def _against_collectives(rank, ranks, recipe, bias, chunks, block, fused, own_fi
     if block == "twice":  # the first layer's combine and the second one's dispatch have no norm between them
         model = torch.nn.ModuleList([ffn, model.ffn])
         model.forward = lambda t, overlap: ffn(ffn(t, overlap=overlap), overlap=overlap)
+    if block == "scaled":  # backward needs the layer's output
+        model = torch.nn.ModuleList([ffn])
+        model.scale = torch.nn.Parameter(torch.tensor(0.5))
+        model.forward = lambda t, overlap: t + model.scale * ffn(t, overlap=overlap)
     x, upstream = torch.randn(3, 8 * ranks, 16 * ranks), torch.randn(3, 8 * ranks, 16 * ranks)
 
     def run():
@@ -58,6 +62,7 @@ CASES = [
     (2, "eager_exact", "add", "2,6", False, True, "1"),
     (2, "eager_exact", "baddbmm", "1", False, False, "1"),
     (2, "inductor", "add", "4", True, True, "1"),
+    (2, "inductor", "add", "1", "scaled", False, "1"),
     pytest.param(2, "inductor", "add", "4", True, False, "0", marks=pytest.mark.slow),
     pytest.param(4, "inductor", "baddbmm", "2", True, False, "0", marks=pytest.mark.slow),
     pytest.param(2, "inductor", "add", "2,6", "twice", False, "1", marks=pytest.mark.slow),

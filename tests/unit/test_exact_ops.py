@@ -46,7 +46,7 @@ def test_fused_backward_says_what_it_returns():
         z = torch.empty(length, rows, 2 * hidden, dtype=torch.bfloat16)
         grad, bias = z[..., :hidden], z[:, 0]
         norms, stats = [z[0, 0, :hidden]] * 4, [torch.empty(length, rows, 1)] * 4
-        outs = gated_norm_grad(grad, z, bias, *norms, *stats)
+        outs = gated_norm_grad(grad, z, bias, *norms, *stats, True)
     assert [tuple(out.shape) for out in outs] == [(2, 6, 16), (2, 6, 8), (2, 16), (4, 8)]
     assert [out.dtype for out in outs] == [torch.bfloat16] * 2 + [torch.float32] * 2
     assert all(out.is_contiguous() for out in outs)

@@ -4,10 +4,12 @@ import re
 
 import pytest
 import torch
+from archive_double import ArchiveFFN
 from test_user_graphs import P, TOKENS, WIDTH, _call, _input, _run
 
 from compile_overlap import transport
 from passes import verify
+from passes.base import ContractError
 from passes.discover import discover
 from passes.lower_to_peers import LowerToPeers
 
@@ -74,6 +76,44 @@ def test_a_gemm_that_adds_its_bias_takes_all_rows_at_once(monkeypatch):
     log = _run(monkeypatch, lambda layer: _call(layer(), _input()).sum().backward(), chunks="1", **settings)
     assert _lowered(log) == [4, 4]
     assert ["peer_take_gemm" in code for code in codes] == [False, True]
+
+
+def test_a_weight_that_is_computed_in_the_graph_is_computed_before_the_exchange_is_waited_for(monkeypatch):
+    def program(layer):
+        class Doubled(ArchiveFFN):
+            w1 = property(lambda self: self.raw * 2.0)
+
+        ffn = layer()
+        ffn.raw = torch.nn.Parameter(ffn.w1.detach().clone())
+        del ffn.w1
+        ffn.__class__ = Doubled
+        torch.compile(lambda x: _call(ffn, x), dynamic=False)(_input()).sum().backward()
+
+    settings = {"A2A_FFN_TRANSPORT": "peers", "A2A_FFN_OWN_FIRST": "1"}
+    assert _lowered(_run(monkeypatch, program, chunks="1", **settings)) == [4, 4]
+
+
+def test_an_output_that_backward_needs_is_lowered_too(monkeypatch):
+    def program(layer):
+        ffn, scale = layer(), torch.nn.Parameter(torch.tensor(0.5))
+        torch.compile(lambda x: x + scale * _call(ffn, x), dynamic=False)(_input()).sum().backward()
+
+    assert _lowered(_run(monkeypatch, program, chunks="1", A2A_FFN_TRANSPORT="peers")) == [4, 4]
+
+
+def test_nothing_is_lowered_whose_order_is_not_pinned(monkeypatch):
+    def program(layer):
+        with torch.no_grad():
+            _call(layer(), _input())
+
+    off = {"A2A_FFN_DISABLE_PASSES": "pin-order", "A2A_FFN_TRANSPORT": "peers"}
+    assert _lowered(_run(monkeypatch, program, "0", "2", **off)) == []
+
+
+def test_a_wrapper_in_another_order_is_refused():
+    expected = ["peer_put", "peer_take", "peer_gemm", "peer_finish"]
+    with pytest.raises(ContractError, match="step 1"):
+        verify.compare(expected, "\n".join(f"torch.ops.compile_overlap.{op}.default(x)" for op in ("peer_put", "peer_gemm")))
 
 
 def test_without_a_second_exchange_the_collectives_stay(monkeypatch):
