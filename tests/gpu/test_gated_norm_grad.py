@@ -41,3 +41,18 @@ def test_every_gradient(dtype, shape, with_bias):
     for got, expected in pairs:
         error = (got.double() - expected).norm() / expected.norm()
         assert error < TOLERANCE[dtype], error
+
+
+def test_strided_weights_and_rounded_sums():
+    """Columns of one tensor as norm weights; a sum that the forward rounded is rounded again."""
+    torch.manual_seed(0)
+    z, bias = torch.randn(2, 64, 512, device="cuda").bfloat16(), torch.randn(2, 512, device="cuda").bfloat16()
+    columns = torch.randn(256, 4, device="cuda").bfloat16()
+    grad, summed = torch.randn(2, 64, 256, device="cuda").bfloat16(), z + bias.unsqueeze(1)
+    stats = []
+    for half in summed.float().chunk(2, dim=-1):
+        variance, mean = torch.var_mean(half, -1, correction=0, keepdim=True)
+        stats += [mean, torch.rsqrt(variance + 1e-5)]
+    got = gated_norm_grad(grad, z, bias, *columns.unbind(1), *stats, True)
+    expected = gated_norm_grad(grad, summed, None, *columns.t().contiguous(), *stats, False)
+    assert all(map(torch.equal, got, expected))
