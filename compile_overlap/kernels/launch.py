@@ -27,7 +27,9 @@ class Launch:
     ):
         self.kernel, self.grid, self.numbers, self.constants = kernel, grid, numbers, constants
         self.options = {"num_warps": num_warps, "num_stages": num_stages}
-        self._rest = (*numbers, *constants.values()) if compat.TRITON_LAUNCHES_WITH_CONSTANTS else numbers
+        self._rest = numbers
+        if compat.TRITON_LAUNCHES_WITH_CONSTANTS:
+            self._rest += tuple(constants[name] for name in kernel.arg_names if name in constants)
         self._compiled: dict[tuple[int, ...], Any] = {}
 
     def __call__(self, *tensors: Any) -> None:

@@ -10,6 +10,8 @@ from compile_overlap.kernels.launch import Launch
 class Kernel:
     """Stands in for a JIT function: counts what it compiles, and what is launched of that."""
 
+    arg_names = ["x", "y", "n", "a", "BLOCK", "FLAG"]
+
     def __init__(self):
         self.compiled, self.launched = [], []
 
@@ -28,7 +30,7 @@ class Kernel:
 def test_second_launch_skips_the_binder(monkeypatch, with_constants):
     monkeypatch.setattr(compat, "TRITON_LAUNCHES_WITH_CONSTANTS", with_constants)
     kernel, x, y = Kernel(), torch.zeros(32), torch.zeros(32)
-    launch = Launch(kernel, (7,), (5, 0.5), BLOCK=16, FLAG=True, num_warps=4)
+    launch = Launch(kernel, (7,), (5, 0.5), FLAG=True, BLOCK=16, num_warps=4)
     for _ in range(3):
         launch(x, y)
     assert kernel.compiled == [((7,), (x, y, 5, 0.5), {"BLOCK": 16, "FLAG": True, "num_warps": 4, "num_stages": 3})]
