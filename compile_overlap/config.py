@@ -9,7 +9,7 @@
 | `A2A_FFN_IN_FLIGHT` | a count                               | chunks dispatched beyond the one computed (default: 2) |
 | `A2A_FFN_RESERVED_SMS` | a count                            | SMs that GEMMs leave to the exchanges (default: by the link) |
 | `A2A_FFN_TRANSPORT` | `collectives`, `peers`               | NCCL, or the peers' memory where the group can (default: collectives) |
-| `A2A_FFN_OWN_FIRST` | `0`, `1`                              | through the peers' memory, begin with a rank's own rows (default: by size) |
+| `A2A_FFN_OWN_FIRST` | `0`, `1`                              | through the peers' memory, begin with a rank's own rows (default: 0) |
 | `A2A_FFN_GEMMS`    | `cublas`, `measured`                   | or our own kernel where it is faster (default: measured) |
 | `A2A_FFN_NORM`     | `inductor`, `triton`                   | Inductor's gated norm, or our kernel where it equals it (default: triton) |
 | `A2A_FFN_COSTS`    | `us,GB/s,TFLOP/s`                      | latency, link and GEMM rate to plan with (default: measured on NCCL groups) |
@@ -57,7 +57,7 @@ class Settings:
     in_flight: int | None = None
     reserved_sms: int | None = None
     transport: str | None = None
-    own_first: bool | None = None
+    own_first: bool = False
     gemms: str | None = None
     norm: str | None = None
     costs: Costs | None = None
@@ -84,7 +84,7 @@ class Settings:
             in_flight=_count("A2A_FFN_IN_FLIGHT", 1),
             reserved_sms=_count("A2A_FFN_RESERVED_SMS", 0),
             transport=_one_of("A2A_FFN_TRANSPORT", ("collectives", PEERS)),
-            own_first={None: None, "0": False, "1": True}[_one_of("A2A_FFN_OWN_FIRST", ("0", "1"))],
+            own_first=_one_of("A2A_FFN_OWN_FIRST", ("0", "1")) == "1",
             gemms=_one_of("A2A_FFN_GEMMS", (CUBLAS, "measured")),
             norm=_one_of("A2A_FFN_NORM", (INDUCTOR, "triton")),
             costs=_costs("A2A_FFN_COSTS"),

@@ -263,14 +263,14 @@ def register_lowering() -> None:
     from torch._inductor import lowering
     from torch._inductor.virtualized import V
 
-    for operator in (peer_take, peer_rows):
-        _register(operator, lowering, V)
+    for taking in (peer_take, peer_rows):
+        _register(taking, lowering, V)
 
 
-def _register(operator, lowering, V) -> None:
-    call = lowering.fallback_handler(operator, add_to_fallback_set=False)
+def _register(taking, lowering, V) -> None:
+    call = lowering.fallback_handler(taking, add_to_fallback_set=False)
 
-    @lowering.register_lowering(operator, type_promotion_kind=None)
+    @lowering.register_lowering(taking, type_promotion_kind=None)
     def take(*args):
         arrived = call(*args)
         V.graph.never_reuse_buffers.add(arrived.get_name())

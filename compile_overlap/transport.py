@@ -53,7 +53,7 @@ def _exchanging(group, rank, layout, dtype, device, training, bias, settings) ->
 def _by_peers(group, layout, dtype, device, training, settings) -> Plan:
     """On one host a plan for it; where a part goes through collectives, these are what there is to hide."""
     if len(rooms.domain_of(group, layout.P, device)) == layout.P:
-        return plan.peer_plan(layout, dtype.itemsize, device.type, settings)
+        return plan.peer_plan(layout, device.type, settings)
     chosen = _by_collectives(group, layout, dtype, device, training, settings)
     return replace(chosen, peers=True, reserved_sms=0)
 

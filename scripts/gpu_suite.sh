@@ -77,7 +77,7 @@ for part in $parts; do
       ;;
     ablation)
       peers=kernel:TRANSPORT=peers
-      modes=none,kernel:peers,kernel:sequential,kernel,$peers+CHUNKS=4,$peers+GEMMS=cublas,$peers+DISABLE_PASSES=reorder
+      modes=none,kernel:peers,kernel:sequential,kernel,$peers+CHUNKS=4,$peers+GEMMS=cublas,$peers+DISABLE_PASSES=reorder,$peers+NORM=inductor,$peers+OWN_FIRST=1
       for compile in "" --no-compile; do
         for pass in "" --backward; do
           name=ablation${compile:+_eager}${pass:+_backward}

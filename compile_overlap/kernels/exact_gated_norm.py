@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 
 import torch
+import torch.nn.functional as F
 
 from . import dense
 from .launch import Launch
@@ -78,11 +79,19 @@ def _launch(length, rows, hidden, has_bias, eps_x, eps_gate, dtype, device) -> L
 
 def by_aten(z, bias, gamma_x, beta_x, gamma_gate, beta_gate, eps_x: float, eps_gate: float):
     """The same by eager PyTorch's own sequence of operators."""
-    u, g = (z if bias is None else z + bias.unsqueeze(1)).chunk(2, dim=-1)
-    hidden = [u.shape[-1]]
-    normed, mean_x, rstd_x = aten.native_layer_norm(u, hidden, gamma_x, beta_x, eps_x)
-    gate, mean_gate, rstd_gate = aten.native_layer_norm(g, hidden, gamma_gate, beta_gate, eps_gate)
-    return normed * aten.silu(gate), mean_x, rstd_x, mean_gate, rstd_gate
+    return plain(z, None if bias is None else bias.unsqueeze(1), gamma_x, beta_x, gamma_gate, beta_gate, eps_x, eps_gate)
+
+
+def plain(z, shift, gamma_x, beta_x, gamma_gate, beta_gate, eps_x: float, eps_gate: float):
+    """The expression in plain operators: the product [l,n,H], mean and reciprocal deviation of both norms [l,n,1].
+
+    z [l,n,2H], shift [l,1,2H] or None, the norms' weights [H].
+    """
+    u, g = (z if shift is None else z + shift).chunk(2, dim=-1)
+    hidden = (u.shape[-1],)
+    normed, *stats_x = torch.native_layer_norm(u, hidden, gamma_x, beta_x, eps_x)
+    gate, *stats_gate = torch.native_layer_norm(g, hidden, gamma_gate, beta_gate, eps_gate)
+    return normed * F.silu(gate), *stats_x, *stats_gate
 
 
 @functools.lru_cache(maxsize=None)

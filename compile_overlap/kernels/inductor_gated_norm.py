@@ -17,11 +17,11 @@ import functools
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from .. import compat
 from ..operators import fake_of, operator
 from . import dense
+from .exact_gated_norm import plain
 from .launch import Launch
 
 try:
@@ -46,18 +46,6 @@ ORDERS = (Order(1024, 8), Order(512, 8), Order(512, 4), Order(1024, 4), Order(20
 _LANES = 128  # pairs that a warp takes at a time where their order does not matter: 16 bytes a thread
 _COMPARED_ROWS = 1024
 _EPS = 1e-5
-
-
-def plain(z, shift, gamma_x, beta_x, gamma_gate, beta_gate, eps_x: float, eps_gate: float):
-    """The expression in plain operators: the product [l,n,H], mean and reciprocal deviation of both norms [l,n,1].
-
-    z [l,n,2H], shift [l,1,2H] or None, the norms' weights [H].
-    """
-    u, g = (z if shift is None else z + shift).chunk(2, dim=-1)
-    hidden = (u.shape[-1],)
-    normed, *stats_x = torch.native_layer_norm(u, hidden, gamma_x, beta_x, eps_x)
-    gate, *stats_gate = torch.native_layer_norm(g, hidden, gamma_gate, beta_gate, eps_gate)
-    return normed * F.silu(gate), *stats_x, *stats_gate
 
 
 @operator

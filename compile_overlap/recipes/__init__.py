@@ -15,7 +15,7 @@ import torch
 from torch.autograd import Function
 
 from .. import compat
-from ..kernels import chunk_gemm_triton, gated_norm_grad, inductor_gated_norm
+from ..kernels import chunk_gemm_triton, exact_gated_norm, gated_norm_grad, inductor_gated_norm
 from ..schedule import BACKWARD, FORWARD
 from . import exact
 
@@ -122,7 +122,7 @@ def _fused(w1, wout, b1, bout, norms, bias, eps, own, order):
 def _gated_norm(z_lnf, shift, norms, eps, order, rounded):
     """The product [l,n,H], and mean and reciprocal deviation of both norms, each [l,n,1]."""
     if order is None:
-        return inductor_gated_norm.plain(z_lnf, shift, *norms, *eps)
+        return exact_gated_norm.plain(z_lnf, shift, *norms, *eps)
     bias = None if shift is None else shift.squeeze(1)
     return inductor_gated_norm.unpacked(inductor_gated_norm.inductor_gated_norm(z_lnf, bias, *norms, *eps, rounded, *order))
 

@@ -1,0 +1,62 @@
+"""Our kernel for the `inductor` recipe's norm: which layers get it, and that it gets what the plain operators would."""
+
+import pytest
+import torch
+
+from compile_overlap import norms
+from compile_overlap.kernels import exact_gated_norm, inductor_gated_norm
+from compile_overlap.kernels.inductor_gated_norm import Order
+from compile_overlap.layout import Layout
+from compile_overlap.recipes import ADD, BADDBMM, INDUCTOR, local_ffns
+
+LAYOUT, DEVICE = Layout(2, 4, 8, 16, 32), torch.device("cuda")
+
+
+@pytest.fixture
+def agreed(monkeypatch):
+    """`norms.agreed` of the first of two ranks: (what the other rank found) -> names. This one finds 512 x 8."""
+    monkeypatch.setattr(inductor_gated_norm, "order_of", lambda *_: Order(512, 8))
+    monkeypatch.setattr(norms.groups, "attempt", lambda group, size, device, call: (call(), None))
+
+    def run(other):
+        monkeypatch.setattr(norms.groups, "all_ranks", lambda *args: args[-1] and other == Order(512, 8))
+        norms.reset()
+        return norms.agreed(torch.nn.Identity(), LAYOUT, torch.bfloat16, DEVICE, False, ADD)
+
+    return run
+
+
+def test_an_order_is_taken_where_all_ranks_found_it(agreed):
+    assert agreed(Order(512, 8)) == ("norm512x8",)
+    assert agreed(Order(1024, 8)) == () and agreed(None) == ()
+
+
+def test_nothing_is_probed_without_a_gpu_or_a_peer(agreed):
+    assert norms.agreed(None, LAYOUT, torch.bfloat16, torch.device("cpu"), False, ADD) == ()
+    assert norms.agreed(None, Layout(1, 4, 8, 16, 32), torch.bfloat16, DEVICE, False, ADD) == ()
+
+
+@pytest.mark.parametrize("bias", [ADD, BADDBMM])
+def test_the_kernel_takes_the_place_of_the_plain_operators(monkeypatch, bias):
+    calls = []
+
+    def kernel(z, bias, *rest):
+        weights, eps, (rounded, block, warps) = rest[:4], rest[4:6], rest[6:]
+        calls.append((bias is not None, rounded, block, warps))
+        product, *stats = exact_gated_norm.by_aten(z, bias, *weights, *eps)
+        return product, torch.stack(stats)
+
+    monkeypatch.setattr(inductor_gated_norm, "inductor_gated_norm", kernel)
+    l, n, D, H = 4, 6, 16, 32
+    shapes = ((l, D, 2 * H), (l, 2 * H), (l, H, D), (l, D))
+    weights = [torch.randn(shape) for shape in shapes]
+    gammas = tuple(torch.randn(H) for _ in range(4))
+    static = {"sizes": (1, 3), "rows": n, "recipe": INDUCTOR, "bias": bias, "eps": (1e-5, 1e-3), "exact_gradients": False}
+    x = torch.randn(l, n, D)
+    outputs = []
+    with torch.no_grad():
+        for triton in ((), ("norm512x4",)):
+            chunks = local_ffns(*weights, gammas, **static, triton=triton)
+            outputs.append(torch.cat([ffn(part) for ffn, part in zip(chunks, x.split((1, 3)))]))
+    assert torch.equal(*outputs)
+    assert calls == 2 * [(bias == ADD, False, 512, 4)]
