@@ -35,6 +35,8 @@ def plan_for(
     chosen = replace(chosen, triton=own)
     if chosen.own_first and not _own_first_agrees(group, layout, chosen, dtype, device, training, bias):
         chosen = replace(chosen, own_first=False)
+    if settings.own_first and chosen.peers and not chosen.own_first and rank == 0:
+        notice.warn_once("A2A_FFN_OWN_FIRST=1 is without effect: several hosts, or no first GEMM that equals itself in parts")
     return chosen
 
 
