@@ -26,7 +26,7 @@ from typing import Any
 
 from . import compat, notice
 from .layout import require
-from .measure import Costs
+from .costs import Costs
 from .recipes import BIAS_FORMS, INDUCTOR, RECIPES
 
 

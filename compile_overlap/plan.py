@@ -11,7 +11,7 @@ import torch
 
 from .config import Settings
 from .layout import Layout, require
-from .measure import Costs
+from .costs import Costs
 from .schedule import BACKWARD, FORWARD, Plan, Work, build
 
 DEFAULT_CHUNKS = 4

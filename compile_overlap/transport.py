@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from . import group as groups
-from . import gemms, measure, norms, notice, peers, plan, rooms
+from . import gemms, norms, notice, peers, plan, rooms
 from .config import CUBLAS, PEERS, Settings
+from .costs import costs_of
 from .kernels import gemm_combine
 from .layout import Layout
 from .recipes import ADD, INDUCTOR
@@ -61,7 +62,7 @@ def _by_peers(group, layout, dtype, device, training, settings) -> Plan:
 
 
 def _by_collectives(group, layout, dtype, device, training, settings) -> Plan:
-    costs = settings.costs or measure.costs_of(group, layout.P, device, dtype)
+    costs = settings.costs or costs_of(group, layout.P, device, dtype)
     return plan.make_plan(layout, dtype.itemsize, device.type, training, settings, costs)
 
 

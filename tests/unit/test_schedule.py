@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from compile_overlap import plan as planning
 from compile_overlap.config import Settings
 from compile_overlap.layout import Layout
-from compile_overlap.measure import Costs, rounded
+from compile_overlap.costs import Costs, rounded
 from compile_overlap.schedule import BACKWARD, FORWARD, FREE, GEMM, START, WAIT, Plan, Work, build
 
 plans = st.builds(
