@@ -78,7 +78,7 @@ def peer_put(
         here.away.start(("in", chunk), source[:, here.away.index, first : first + length])
     if not hidden:
         store_rows(source, here.inbox_addresses, first, length, here.rank)
-        return source.new_empty(0)
+        return _nothing(source.dtype, source.device)
     batch, _, tokens, width = source.shape
     size = source.element_size()
     piece, pitch = length * width * size, P * tokens * width * size
@@ -91,7 +91,13 @@ def peer_put(
             if place is not None:
                 here.inbox_handle.put_signal(place, channel=chunk)
     here.sent.setdefault(chunk, torch.cuda.Event()).record(here.sending)
-    return source.new_empty(0)
+    return _nothing(source.dtype, source.device)
+
+
+@functools.lru_cache(maxsize=None)
+def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What an operator returns that only later ones depend on."""
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 @fake_of(peer_put)
@@ -114,8 +120,7 @@ def _wait(here: Room, source: torch.Tensor, chunk: int, rows: torch.Tensor, hidd
 def _rows(here: Room, source: torch.Tensor, first: int, length: int) -> torch.Tensor:
     """Where a chunk's rows lie in my inbox: [P*B,l,D]."""
     batch, P, _, width = source.shape
-    begin, count = P * batch * first * width, P * batch * length * width
-    return here.inbox.view(source.dtype)[begin : begin + count].view(P * batch, length, width)
+    return here.part("inbox", source.dtype, P * batch * first * width, (P * batch, length, width))
 
 
 @operator
@@ -227,9 +232,9 @@ def peer_gemm(
     addresses = here.result_addresses(tokens * width * left.element_size())
     gemm_combine.gemm_combine(left, right, bias, addresses, batch, P * tokens, here.rank * tokens + first, bias_form)
     if here.away is not None:
-        rows = here.outbox.view(left.dtype)[: batch * P * tokens * width].view(batch, P, tokens, width)
+        rows = here.part("outbox", left.dtype, 0, (batch, P, tokens, width))
         here.away.start(("out", first), rows[:, here.away.index, first : first + left.shape[0]])
-    return left.new_empty(0)
+    return _nothing(left.dtype, left.device)
 
 
 @fake_of(peer_gemm)
@@ -242,8 +247,7 @@ def peer_finish(stored: Sequence[torch.Tensor], batch: int, tokens: int, width: 
     """Wait until all ranks have stored all their chunks; my results [B,P,L,D], a private copy."""
     here = room(alias)
     here.results_handle.barrier(channel=0)
-    count = batch * P * tokens * width
-    results = here.results.view(stored[0].dtype)[:count].view(batch, P, tokens, width).clone()
+    results = here.part("results", stored[0].dtype, 0, (batch, P, tokens, width)).clone()
     for key in [key for key in here.away.travelling if key[0] == "out"] if here.away else ():
         rows = here.away.wait(key)
         results[:, here.away.index, key[1] : key[1] + rows.shape[2]] = rows.transpose(0, 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import math
 import os
 import socket
 import weakref
@@ -66,6 +67,7 @@ class Room:
         self.away = Away(group, elsewhere, device) if elsewhere else None
         self.outbox = torch.empty_like(self.results, memory_format=torch.contiguous_format) if elsewhere else None
         self._result_addresses: dict[int, torch.Tensor] = {}
+        self._parts: dict[tuple, torch.Tensor] = {}
         self.sending = torch.cuda.Stream(device)
         self.sent: dict[int, torch.cuda.Event] = {}
         self.free = torch.cuda.Event()
@@ -73,6 +75,14 @@ class Room:
     def _addresses(self, by_rank: dict[int, int]) -> torch.Tensor:
         """An address for each rank of the group, on the device; 0 where there is none."""
         return torch.tensor([by_rank.get(rank, 0) for rank in range(self.size)], device=self.inbox.device)
+
+    def part(self, buffer: str, dtype: torch.dtype, begin: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """A contiguous part of `inbox`, `results` or `outbox`, that begins at element `begin`."""
+        key = buffer, dtype, begin, shape
+        if key not in self._parts:
+            flat = getattr(self, buffer).view(dtype)
+            self._parts[key] = flat[begin : begin + math.prod(shape)].view(shape)
+        return self._parts[key]
 
     @functools.cached_property
     def others(self) -> list[tuple[int, int]]:
