@@ -5,6 +5,7 @@ import torch
 import torch._inductor.config as inductor_config
 
 from compile_overlap import compat
+from compile_overlap.kernels import sm_count
 from compile_overlap.kernels import inductor_gated_norm as kernel
 from compile_overlap.kernels.exact_gated_norm import plain
 
@@ -30,6 +31,8 @@ def test_an_order_is_found_and_holds(length, rows, hidden, dtype, biased, traini
     kernel.order_of.cache_clear()
     device = torch.device("cuda", torch.cuda.current_device())
     order = kernel.order_of(length, rows, hidden, biased, training, dtype, device)
+    if order is None and length * rows >= 64 * sm_count(device):
+        pytest.skip("timings chose a configuration that sums several rows at a time")
     assert order in kernel.ORDERS
     saved = training and biased and compat.ROUNDS_SAVED_SUMS_ONLY
     shapes = ((length, rows, 2 * hidden), (length, 1, 2 * hidden), *[(hidden,)] * 4)
