@@ -68,33 +68,36 @@ def chunk_sizes(L: int, P: int, settings: Settings, quantum: int = 1) -> tuple[i
 def make_plan(
     layout: Layout, element_size: int, device: str, training: bool, settings: Settings, costs: Costs | None
 ) -> Plan:
-    """The plan of a layer: as set, or the fastest by simulation where `costs` are known, or four even chunks.
+    """The plan of a layer through collectives: the first of `ranked`."""
+    return ranked(layout, element_size, device, training, settings, costs)[0]
 
-    `training` weighs the backward too. Raises ValueError where `A2A_FFN_CHUNKS` does not fit L.
+
+@functools.lru_cache(maxsize=1024)
+def ranked(
+    layout: Layout, element_size: int, device: str, training: bool, settings: Settings, costs: Costs | None
+) -> tuple[Plan, ...]:
+    """All candidate plans of a layer through collectives, the predicted fastest first; `training` weighs the backward too.
+
+    The unchunked plan is among them unless `settings` ask for chunks. Without `costs`, and at P = 1, nothing is predicted:
+    the only one has the chunks that are asked for, or four even ones (one at P = 1). Raises ValueError where
+    `A2A_FFN_CHUNKS` does not fit L.
     """
     quantum = border_quantum(device, layout.rows, layout.H)
     if costs is None or layout.P == 1:
         plan = Plan(chunk_sizes(layout.L, layout.P, settings, quantum), disabled=settings.disabled_passes)
-        return replace(plan, ahead=settings.in_flight or plan.ahead, reserved_sms=settings.reserved_sms or 0)
-    return _fastest(layout, element_size, quantum, device, training, settings, costs)
-
-
-@functools.lru_cache(maxsize=1024)
-def _fastest(
-    layout: Layout, element_size: int, quantum: int, device: str, training: bool, settings: Settings, costs: Costs
-) -> Plan:
+        return (replace(plan, ahead=settings.in_flight or plan.ahead, reserved_sms=settings.reserved_sms or 0),)
     sent = layout.exchange_bytes(element_size)
     compute = COMPUTE_PER_GEMM * 6 * layout.rows * layout.L * layout.D * layout.H / costs.flops_per_s
     exchange = costs.latency_s + sent / costs.bytes_per_s
     ratio = min(MAX_RATIO_16THS, max(1, round(16 * exchange / compute)))
     plans = []
-    for sizes in _candidate_sizes(layout, settings, quantum):
+    for sizes in dict.fromkeys(_candidate_sizes(layout, settings, quantum)):
         overlaps = device == "cuda" and len(sizes) > 1
         reserved = RESERVED_SMS if overlaps and ratio >= RESERVING_RATIO_16THS else 0
         reserved = reserved if settings.reserved_sms is None else settings.reserved_sms
         ahead = settings.in_flight or Plan.ahead
         plans.append(Plan(sizes, ratio, ahead, reserved_sms=reserved, disabled=settings.disabled_passes))
-    return min(plans, key=lambda plan: predicted_seconds(plan, compute, exchange, training))
+    return tuple(sorted(plans, key=lambda plan: predicted_seconds(plan, compute, exchange, training)))
 
 
 def _candidate_sizes(layout: Layout, settings: Settings, quantum: int) -> Iterator[tuple[int, ...]]:
