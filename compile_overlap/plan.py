@@ -12,22 +12,14 @@ import torch
 from .config import Settings
 from .layout import Layout, require
 from .costs import Costs
-from .schedule import BACKWARD, FORWARD, Plan, Work, build
+from .machines import COMPILED, H200, NVLINK, Machine
+from .schedule import Plan
+from .simulate import Case, simulate
 
 DEFAULT_CHUNKS = 4
 CANDIDATE_CHUNKS = (1, 2, 4, 8)
 MIN_TOKENS = 2
 SMALLEST_END = 4096  # rows of all tokens of a chunk, below which its GEMMs fill an H200 badly
-# Epilogue and copies beside the GEMMs, and larger GEMMs than the one that is measured: 4.1 ms of computation at the
-# default workload on an H200, where the measured rate gives 3.4 ms for the GEMMs.
-COMPUTE_PER_GEMM = 1.2
-# What each chunk beyond the first costs the device: kernels' tails, GEMMs that fill it less well; and, as a share of
-# one whole exchange, ranks that wait for each other.
-CHUNK_OVERHEAD_S = {FORWARD: 2e-5, BACKWARD: 2.5e-4}
-CHUNK_OVERHEAD_OF_EXCHANGE = 0.06
-# What the host needs to launch a layer, and each chunk of it (two functional collectives): a floor for small layers.
-HOST_S = {FORWARD: 3e-4, BACKWARD: 1e-3}
-HOST_PER_CHUNK_S = {FORWARD: 2.6e-4, BACKWARD: 6e-4}
 # From this ratio of an exchange to its chunk's computation on, GEMMs leave SMs to NCCL's kernels (1.38x -> 1.52x over
 # host shared memory); over NVLink (1/16) the exchanges are short and the SMs worth more.
 RESERVING_RATIO_16THS = 4
@@ -86,10 +78,9 @@ def ranked(
     if costs is None or layout.P == 1:
         plan = Plan(chunk_sizes(layout.L, layout.P, settings, quantum), disabled=settings.disabled_passes)
         return (replace(plan, ahead=settings.in_flight or plan.ahead, reserved_sms=settings.reserved_sms or 0),)
-    sent = layout.exchange_bytes(element_size)
-    compute = COMPUTE_PER_GEMM * 6 * layout.rows * layout.L * layout.D * layout.H / costs.flops_per_s
-    exchange = costs.latency_s + sent / costs.bytes_per_s
-    ratio = min(MAX_RATIO_16THS, max(1, round(16 * exchange / compute)))
+    machine = _machine(device, costs)
+    unchunked = simulate(Case(machine, layout, Plan((layout.L,)), itemsize=element_size))
+    ratio = min(MAX_RATIO_16THS, max(1, round(16 * unchunked.communication / 2 / unchunked.layer)))
     plans = []
     for sizes in dict.fromkeys(_candidate_sizes(layout, settings, quantum)):
         overlaps = device == "cuda" and len(sizes) > 1
@@ -97,7 +88,19 @@ def ranked(
         reserved = reserved if settings.reserved_sms is None else settings.reserved_sms
         ahead = settings.in_flight or Plan.ahead
         plans.append(Plan(sizes, ratio, ahead, reserved_sms=reserved, disabled=settings.disabled_passes))
-    return tuple(sorted(plans, key=lambda plan: predicted_seconds(plan, compute, exchange, training)))
+    return tuple(sorted(plans, key=lambda plan: simulate(Case(machine, layout, plan, training, element_size)).total))
+
+
+def _machine(device: str, costs: Costs) -> Machine:
+    """An H200 with what was measured on the group.
+
+    A CPU's memory is taken to be as much slower as its GEMMs are, and its exchanges take no part of it.
+    """
+    machine = Machine(H200, NVLINK, COMPILED).with_costs(costs)
+    if device == "cuda":
+        return machine
+    gpu = replace(machine.gpu, bytes_per_s=H200.bytes_per_s * machine.gpu.flops_per_s / H200.flops_per_s)
+    return replace(machine, gpu=gpu, local=replace(machine.local, sm_share=0.0))
 
 
 def _candidate_sizes(layout: Layout, settings: Settings, quantum: int) -> Iterator[tuple[int, ...]]:
@@ -129,20 +132,6 @@ def peer_plan(layout: Layout, device: str, settings: Settings) -> Plan:
     sizes = chunk_sizes(layout.L, layout.P, settings, quantum) if asked else (layout.L,)
     ahead, own_first = settings.in_flight or Plan.ahead, settings.own_first
     return Plan(sizes, ratio_16ths=1, ahead=ahead, peers=True, own_first=own_first, disabled=settings.disabled_passes)
-
-
-def predicted_seconds(plan: Plan, compute_s: float, exchange_s: float, training: bool) -> float:
-    """Time of a layer by simulation, with its backward where `training`.
-
-    Its forward computation alone takes `compute_s`, one of its whole exchanges `exchange_s`.
-    """
-    chunks, total = len(plan.sizes), 0.0
-    for direction, work in {FORWARD: Work(2), **({BACKWARD: Work(2, 2)} if training else {})}.items():
-        simulated = build(direction, plan, (work,) * chunks).length() * compute_s / sum(plan.sizes)
-        overhead = CHUNK_OVERHEAD_S[direction] + CHUNK_OVERHEAD_OF_EXCHANGE * exchange_s
-        host = HOST_S[direction] + chunks * HOST_PER_CHUNK_S[direction]
-        total += max(simulated + (chunks - 1) * overhead, host)
-    return total
 
 
 def exact_gradients(device: str, settings: Settings) -> bool:
