@@ -51,13 +51,16 @@ class Gpu:
 
 
 def _waves(batch: int, rows: int, columns: int, tile: tuple[int, int], sms: int) -> float:
-    """How many tiles one SM computes, in whole tiles and parts of cut ones."""
+    """How many tiles one SM computes, in whole tiles and parts of cut ones, of which a GPU multiplies 64 rows at least."""
     height, width = tile
     across = batch * -(-columns // width)
     whole, cut = divmod(rows, height)
-    waves = -(-whole * across // sms)
-    left = across * (cut > 0) * cut / height - (waves * sms - whole * across)
-    return waves + max(0.0, left / sms) if waves else max(math.ceil(across / sms) * cut / height, 1e-3)
+    part = max(cut, 64) / height if cut else 0.0
+    if not whole:
+        return math.ceil(across / sms) * part
+    waves = math.ceil(whole * across / sms)
+    gaps = waves * sms - whole * across
+    return waves + max(0.0, across * part - gaps) / sms
 
 
 @dataclass(frozen=True)
@@ -138,10 +141,10 @@ class Machine:
     gpu: Gpu
     local: Link
     stack: Stack
-    card: Link = CARD
-    cards: int = 8
-    gpus_per_host: int = 8
-    memory_bytes_per_s: float | None = None
+    card: Link
+    cards: int
+    gpus_per_host: int
+    memory_bytes_per_s: float | None
 
     def hosts(self, P: int) -> int:
         return -(-P // self.gpus_per_host)
@@ -199,8 +202,8 @@ class Fitted(NamedTuple):
     shared_memory_bytes_per_s: float = 23.5e9
     latency_s: float = 1.21e-4
     inductor_backward: float = 28.8
-    own_backward: float = 22.3
-    aten_backward: float = 40.7
+    own_backward: float = 21.5
+    aten_backward: float = 40.8
     eager_launch_s: float = 3.41e-5
     eager_collective_s: float = 2.82e-4
     peer_s: float = 6.01e-4
@@ -245,4 +248,17 @@ FITTED = Fitted()
 LINKS, STACKS = links(FITTED), stacks(FITTED)
 NVLINK, SHARED_MEMORY, TCP = LINKS.values()
 COMPILED, EAGER, COMPILED_2_6, EAGER_2_6 = STACKS.values()
-MEMORY_BYTES_PER_S = 350e9  # 40 MiB into a peer's inbox in 0.12 ms, with the barrier
+_MEMORY_BYTES_PER_S = 350e9  # 40 MiB into a peer's inbox in 0.12 ms, with the barrier
+_NVLINK_SHARE = {"H800": 400 / 900}  # of an H200's, by data sheet
+
+
+def machine(
+    gpu: str = H200.name, link: str = NVLINK.name, stack: str = COMPILED.name, *, cards: int = 8, gpus_per_host: int = 8,
+    fitted: Fitted = FITTED,
+) -> Machine:  # fmt: skip
+    """A machine by the names of its GPU (`GPUS`), of the link between a host's GPUs (`LINKS`) and of its software (`STACKS`)."""
+    local, memory = links(fitted)[link], None
+    if link == NVLINK.name:
+        share = _NVLINK_SHARE.get(gpu, 1.0)
+        local, memory = replace(local, bytes_per_s=local.bytes_per_s * share), _MEMORY_BYTES_PER_S * share
+    return Machine(GPUS[gpu], local, stacks(fitted)[stack], CARD, cards, gpus_per_host, memory)

@@ -12,7 +12,7 @@ import torch
 from .config import Settings
 from .layout import Layout, require
 from .costs import Costs
-from .machines import COMPILED, H200, NVLINK, Machine
+from .machines import Gpu, Machine, machine as machine_of
 from .schedule import Plan
 from .simulate import Case, simulate
 
@@ -25,6 +25,8 @@ SMALLEST_END = 4096  # rows of all tokens of a chunk, below which its GEMMs fill
 RESERVING_RATIO_16THS = 4
 RESERVED_SMS = 16
 MAX_RATIO_16THS = 1024
+CPU_PER_GEMM = 1.2  # a CPU's forward computation over its GEMMs
+AS_FAST = 0.01  # predictions that lie so close are not told apart (the model's error is larger): fewer chunks win
 
 
 def border_quantum(device: str, rows: int, H: int) -> int:
@@ -64,43 +66,56 @@ def make_plan(
     return ranked(layout, element_size, device, training, settings, costs)[0]
 
 
-@functools.lru_cache(maxsize=1024)
 def ranked(
     layout: Layout, element_size: int, device: str, training: bool, settings: Settings, costs: Costs | None
 ) -> tuple[Plan, ...]:
     """All candidate plans of a layer through collectives, the predicted fastest first; `training` weighs the backward too.
 
-    The unchunked plan is among them unless `settings` ask for chunks. Without `costs`, and at P = 1, nothing is predicted:
-    the only one has the chunks that are asked for, or four even ones (one at P = 1). Raises ValueError where
-    `A2A_FFN_CHUNKS` does not fit L.
+    Without `costs`, and at P = 1, nothing is predicted: the only one has the chunks that are asked for, or four even ones
+    (one at P = 1). Raises ValueError where `A2A_FFN_CHUNKS` does not fit L.
     """
-    quantum = border_quantum(device, layout.rows, layout.H)
     if costs is None or layout.P == 1:
+        quantum = border_quantum(device, layout.rows, layout.H)
         plan = Plan(chunk_sizes(layout.L, layout.P, settings, quantum), disabled=settings.disabled_passes)
         return (replace(plan, ahead=settings.in_flight or plan.ahead, reserved_sms=settings.reserved_sms or 0),)
-    machine = _machine(device, costs)
+    return ranked_on(_machine(device, costs), layout, element_size, device, training, settings)
+
+
+@functools.lru_cache(maxsize=1024)
+def ranked_on(
+    machine: Machine, layout: Layout, element_size: int, device: str, training: bool, settings: Settings
+) -> tuple[Plan, ...]:
+    """`ranked` on a known machine.
+
+    Of the plans within `AS_FAST` of the fastest, the one with the fewest chunks comes first. The unchunked plan is among
+    them unless `settings` ask for chunks.
+    """
     unchunked = simulate(Case(machine, layout, Plan((layout.L,)), itemsize=element_size))
     ratio = min(MAX_RATIO_16THS, max(1, round(16 * unchunked.communication / 2 / unchunked.layer)))
     plans = []
-    for sizes in dict.fromkeys(_candidate_sizes(layout, settings, quantum)):
+    for sizes in dict.fromkeys(_candidate_sizes(layout, settings, border_quantum(device, layout.rows, layout.H))):
         overlaps = device == "cuda" and len(sizes) > 1
         reserved = RESERVED_SMS if overlaps and ratio >= RESERVING_RATIO_16THS else 0
         reserved = reserved if settings.reserved_sms is None else settings.reserved_sms
         ahead = settings.in_flight or Plan.ahead
         plans.append(Plan(sizes, ratio, ahead, reserved_sms=reserved, disabled=settings.disabled_passes))
-    return tuple(sorted(plans, key=lambda plan: simulate(Case(machine, layout, plan, training, element_size)).total))
+    predicted = {plan: simulate(Case(machine, layout, plan, training, element_size)).total for plan in plans}
+    best = min(predicted.values())
+
+    def order(plan: Plan) -> tuple[float, ...]:
+        as_fast = predicted[plan] <= best * (1 + AS_FAST)
+        return (0, len(plan.sizes), predicted[plan]) if as_fast else (1, predicted[plan])
+
+    return tuple(sorted(plans, key=order))
 
 
 def _machine(device: str, costs: Costs) -> Machine:
-    """An H200 with what was measured on the group.
-
-    A CPU's memory is taken to be as much slower as its GEMMs are, and its exchanges take no part of it.
-    """
-    machine = Machine(H200, NVLINK, COMPILED).with_costs(costs)
+    """An H200 with what was measured on the group, or a CPU: one lane at the GEMMs' rate, with `CPU_PER_GEMM` for the rest."""
+    machine = machine_of().with_costs(costs)
     if device == "cuda":
         return machine
-    gpu = replace(machine.gpu, bytes_per_s=H200.bytes_per_s * machine.gpu.flops_per_s / H200.flops_per_s)
-    return replace(machine, gpu=gpu, local=replace(machine.local, sm_share=0.0))
+    cpu = Gpu("CPU", 1, costs.flops_per_s / CPU_PER_GEMM, math.inf, overhead_k=0)
+    return replace(machine, gpu=cpu, local=replace(machine.local, sm_share=0.0))
 
 
 def _candidate_sizes(layout: Layout, settings: Settings, quantum: int) -> Iterator[tuple[int, ...]]:

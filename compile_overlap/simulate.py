@@ -19,6 +19,7 @@ link, GPU or host never makes the total longer.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Iterable, NamedTuple
 
@@ -35,7 +36,9 @@ HOST_LEAD_S = 2e-4  # the benchmark's timer keeps the GPU busy for about this ti
 class Case:
     """What is simulated. `plan` None is the sequential reference `none`; `training` adds the backward.
 
-    `comm_scale` pads what exchanges send; without `exchanged` they cost nothing (comp-only).
+    `comm_scale` pads what exchanges send; without `exchanged` they cost nothing (comp-only). `by_rows`: what if the plan's
+    chunks were parts of the P*B rows, with all L tokens each? Weights are then read once for each chunk, and their
+    gradients added up.
     """
 
     machine: Machine
@@ -45,6 +48,7 @@ class Case:
     itemsize: int = 2
     comm_scale: int = 1
     exchanged: bool = True
+    by_rows: bool = False
 
 
 class Interval(NamedTuple):
@@ -193,13 +197,17 @@ class _Run:
                 self.gemm(step, label)
         self.compute(BLOCK, "block", block, "reads the layer's output", kernels)
 
-    def streamed(self, elements: int) -> float:
+    def streamed(self, elements: float) -> float:
         """Seconds of one traversal."""
         return elements * self.case.itemsize / self.machine.gpu.bytes_per_s
 
-    def payload(self, chunk: int) -> int:
+    def payload(self, chunk: int) -> float:
         """Elements of one exchange of a chunk, those that stay included."""
-        return self.layout.rows * self.plan.sizes[chunk] * self.layout.D * self.case.comm_scale
+        return self.part(chunk) * self.layout.B * self.layout.T * self.layout.D * self.case.comm_scale
+
+    def part(self, chunk: int) -> float:
+        """A chunk's share of the layer."""
+        return self.plan.sizes[chunk] / sum(self.plan.sizes)
 
     def start(self, step: Step, label: str, beside: bool) -> None:
         self.release()
@@ -266,12 +274,9 @@ class _Run:
             self.compute(COPY, label, 2 * self.streamed(self.payload(step.chunk)), "a private copy of the results")
 
     def gemm(self, step: Step, label: str) -> None:
-        size, (rows, inner, columns) = self.plan.sizes[step.chunk], self.shapes[step.kind, step.index]
-        gpu, stack = self.machine.gpu, self.machine.stack
-        seconds = gpu.gemm_seconds(size, rows, inner, columns, self.case.itemsize, self.plan.reserved_sms)
-        seconds = seconds / self.software.gemms + self.stolen
+        stack, second = self.machine.stack, step.kind == GEMM and step.index == 1
+        seconds = self.gemm_seconds(step) / self.software.gemms + self.stolen
         self.stolen = 0.0
-        second = step.kind == GEMM and step.index == 1
         if second and self.plan.peers:
             seconds /= stack.peer_gemms
             self.issue(label, stack.peer_s / 2)
@@ -281,9 +286,21 @@ class _Run:
         self.release(done)
         if step.kind == GEMM and step.index == 0:
             passes = self.software.passes.of(self.name)[0]
-            norm = passes * self.streamed(size * self.layout.rows * self.layout.H)
+            norm = passes * self.streamed(self.part(step.chunk) * self.layout.L * self.layout.rows * self.layout.H)
             norm += stack.chunk_seconds(self.name) * (step.chunk > 0)
             self.compute(NORM, f"norm {step.chunk}", norm, "between the GEMMs", self.software.epilogue_kernels)
+
+    def gemm_seconds(self, step: Step) -> float:
+        """A chunk's GEMM by the GPU's best kernel."""
+        batch, (rows, inner, columns) = self.plan.sizes[step.chunk], self.shapes[step.kind, step.index]
+        gpu, reserved, itemsize = self.machine.gpu, self.plan.reserved_sms, self.case.itemsize
+        if not self.case.by_rows:
+            return gpu.gemm_seconds(batch, rows, inner, columns, itemsize, reserved)
+        own = math.ceil(self.part(step.chunk) * self.layout.rows)
+        if step.kind == GEMM:
+            return gpu.gemm_seconds(self.layout.L, own, inner, columns, itemsize, reserved)
+        added = 2 * self.streamed(self.layout.L * rows * columns) * (step.chunk > 0)
+        return gpu.gemm_seconds(self.layout.L, rows, own, columns, itemsize, reserved) + added
 
 
 class _Exchange(NamedTuple):

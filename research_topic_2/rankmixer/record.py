@@ -30,7 +30,7 @@ _COMPARISON = {**_COMMON, "rounds": int, "transports": dict, "measurements": dic
 _SWEEP = {"schema": int, "kind": str, "environment": dict, "world_size": int, "pass": str, "shapes": str, "modes": dict}
 _SIMULATED = {
     "calibration": {"fitted": dict, "fitted_on": list, "judged": list, "configurations": dict, "median_error": float,
-                    "median_error_of_configurations": float},
+                    "median_error_of_configurations": float, "median_error_of_overlapped": float},
     "simulation": {"calibration": str, "cases": list},
 }
 _VARIANTS = {"variants": dict, "failed": dict}  # of a comparison, absent from older records
