@@ -1,8 +1,8 @@
 """The JSON records: what a run was, where it ran, and every rank's raw samples.
 
 Kinds: ``full`` (the whole block), ``comp-only`` (exchanges removed; not a layer latency), and ``comparison``
-(several modes, and variants of them as ``mode:variant``, measured in one run, see compare.py), and ``sweep`` (ratios
-of many comparisons, see sweep.py).
+(several modes, and variants of them as ``mode:variant``, measured in one run, see compare.py; many shapes of them in one
+file, see results.py).
 """
 
 import json
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 SCHEMA_VERSION = 1
-KINDS = ("full", "comp-only", "comparison", "sweep")
+KINDS = ("full", "comp-only", "comparison")
 _TEXT_OR_NONE = (str, type(None))
 _COMMON = {"schema": int, "kind": str, "configuration": dict, "environment": dict, "world_size": int, "pass": str,
            "plugin": _TEXT_OR_NONE, "exchange": dict, "checks": dict, "peak_memory_bytes": list}
@@ -26,7 +26,6 @@ _SINGLE = {**_COMMON, "transport": _TEXT_OR_NONE, "samples_s": list, "rank0": di
            "output_shape": list}
 _COMPARISON = {**_COMMON, "rounds": int, "transports": dict, "measurements": dict, "summary": dict,
                "full_batch": dict}
-_SWEEP = {"schema": int, "kind": str, "environment": dict, "world_size": int, "pass": str, "shapes": str, "modes": dict}
 _VARIANTS = {"variants": dict, "failed": dict}  # of a comparison, absent from older records
 _STATISTICS = ("mean_s", "p50_s", "p90_s", "p99_s", "max_rank_median_s")
 
@@ -105,7 +104,7 @@ def validate(record):
     kind = record.get("kind")
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r}: allowed are {', '.join(KINDS)}")
-    fields = {"comparison": _COMPARISON, "sweep": _SWEEP}.get(kind, _SINGLE)
+    fields = _COMPARISON if kind == "comparison" else _SINGLE
     for name, expected in fields.items():
         if name not in record:
             raise ValueError(f"record field {name!r} is missing")
@@ -115,24 +114,11 @@ def validate(record):
         raise ValueError(f"schema={record['schema']}: must be {SCHEMA_VERSION}")
     if record["pass"] not in ("forward", "forward+backward"):
         raise ValueError(f"pass={record['pass']!r}: allowed are forward, forward+backward")
-    if kind == "sweep":
-        return _validate_sweep(record)
     if kind == "comparison":
         _validate_variants(record)
     measurements = record["measurements"] if kind == "comparison" else {kind: record}
     for name, measurement in measurements.items():
         _validate_measurement(name, measurement, record)
-    return record
-
-
-def _validate_sweep(record):
-    for mode, values in record["modes"].items():
-        ratios = [(row["low"], row["ratio"], row["high"]) for row in values["shapes"]]
-        if not ratios or not all(0 < low <= high < math.inf and 0 < ratio < math.inf for low, ratio, high in ratios):
-            raise ValueError(f"modes.{mode}.shapes={values['shapes']!r}: must hold positive ratios and their intervals")
-        mean = math.exp(sum(math.log(ratio) for _, ratio, _ in ratios) / len(ratios))
-        if not math.isclose(mean, values["geometric_mean"]):
-            raise ValueError(f"modes.{mode}.geometric_mean={values['geometric_mean']}: the shapes' is {mean}")
     return record
 
 
