@@ -165,9 +165,12 @@ def _version(package):
 
 
 def _git_commit():
-    """HEAD of the checkout; an exported tree without one is named by GIT_COMMIT."""
+    """HEAD of the checkout; an exported tree without one is named by GIT_COMMIT, or by the file that `git archive` fills in."""
     if "GIT_COMMIT" in os.environ:
         return os.environ["GIT_COMMIT"]
+    exported = Path(__file__).resolve().parents[2] / "COMMIT"
+    if exported.is_file() and not exported.read_text().startswith("$Format"):
+        return exported.read_text().strip()
     try:
         result = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
     except OSError:
