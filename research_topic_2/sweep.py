@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 research_topic_2/sweep.py --output sweep.jsonl [flags of compare.py]
 
-Every shape's modes are measured interleaved, in one process; its record is one line of the file (rankmixer/results.py).
+Every shape's modes are measured interleaved, in one process; its record is one line of the file (results_file.py).
 With another ``--backward`` or ``--no-compile`` the same file gets another comparison. A line of another configuration,
 version, device, commit, number of ranks, plugin or of other environment variables (A2A_FFN_*, NCCL_*, ...) is refused.
 
@@ -29,9 +29,10 @@ from pathlib import Path
 
 import torch
 
+import results_file
 from compare import build_parser as comparison_parser
 from compare import check_modes, compare
-from rankmixer import plugins, record, results, variants
+from rankmixer import plugins, record, variants
 from rankmixer.cli import pass_name
 from rankmixer.options import configuration, validate
 from rankmixer.runtime import choose_device, environment_rank, start_runtime, stop_runtime
@@ -168,14 +169,14 @@ def _run(parser, options, runtime, shapes):
     for index, shape in enumerate(missing, 1):
         runtime.print(f"\nshape {index} of {len(missing)}: {shape}")
         _set_shape(options, shape)
-        result = {**_measured(parser, options, runtime), "variables": results.variables()}
-        _agreed(runtime, lambda: results.append(options.output, result))
+        result = {**_measured(parser, options, runtime), "variables": results_file.variables()}
+        _agreed(runtime, lambda: results_file.append(options.output, result))
     if not runtime.is_main:
         return 0
-    records = [each for each in results.read(options.output)
-               if results.comparison_of(each) == results.comparison_of(expected) and results.shape_of(each) in shapes]
-    print(table(results.summarize(records)), flush=True)
-    wrong = [f"{mode} at {results.shape_of(each)}: {outcome['problem']}" for each in records
+    records = [each for each in results_file.read(options.output)
+               if results_file.comparison_of(each) == results_file.comparison_of(expected) and results_file.shape_of(each) in shapes]
+    print(table(results_file.summarize(records)), flush=True)
+    wrong = [f"{mode} at {results_file.shape_of(each)}: {outcome['problem']}" for each in records
              for mode, outcome in each["checks"].items() if "problem" in outcome]
     for text in wrong:
         print(f"check failed: {text}", file=sys.stderr, flush=True)
@@ -186,15 +187,15 @@ def _identity(parser, options, runtime):
     """What a record of this run will say of its stack and settings."""
     kernel = any(name.startswith("kernel") for name in options.modes.split(","))
     return {"configuration": configuration(parser, options), "environment": record.environment(runtime.device),
-            "world_size": runtime.world_size, "pass": pass_name(options), "variables": results.variables(),
+            "world_size": runtime.world_size, "pass": pass_name(options), "variables": results_file.variables(),
             "plugin": plugins.plugin_name() if kernel else None}
 
 
 def _shapes_in(path, expected):
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    lines = results.read(path)
-    results.require_same(path, lines, expected)
-    return {results.shape_of(line) for line in lines if results.comparison_of(line) == results.comparison_of(expected)}
+    lines = results_file.read(path)
+    results_file.require_same(path, lines, expected)
+    return {results_file.shape_of(line) for line in lines if results_file.comparison_of(line) == results_file.comparison_of(expected)}
 
 
 def _agreed(runtime, function):

@@ -23,9 +23,9 @@ missing=0
 while read -r line; do
   [[ -n $line && $line != \#* ]] || continue
   kind=${line%%  *}
-  for pattern in ${line#"$kind"}; do
-    count=$(compgen -G "$tree/$pattern" | wc -l || true)
-    if ((count == 0)); then
+  read -ra patterns <<<"${line#"$kind"}"
+  for pattern in "${patterns[@]}"; do
+    if ! compgen -G "$tree/$pattern" >/dev/null; then
       echo "error: $kind: nothing matches $pattern" >&2
       missing=1
     fi

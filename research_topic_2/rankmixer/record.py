@@ -2,7 +2,7 @@
 
 Kinds: ``full`` (the whole block), ``comp-only`` (exchanges removed; not a layer latency), and ``comparison``
 (several modes, and variants of them as ``mode:variant``, measured in one run, see compare.py; many shapes of them in one
-file, see results.py).
+file, see results_file.py).
 """
 
 import json

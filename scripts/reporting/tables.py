@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Iterable, Iterator
 
-from rankmixer import results as results_file
+import results_file
 
 from .citations import COMP_ONLY, COMPARISONS, EXCHANGES, NO_RECORD, NOT_RECORDED, Record, Results
 

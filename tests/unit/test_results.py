@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from rankmixer import record, results
+import results_file
+from rankmixer import record
 
 FILES = sorted((Path(__file__).resolve().parents[2] / "reports" / "results").rglob("*.json"))
 TRACES = [path for path in FILES if path.name.endswith(".trace.json")]
@@ -29,11 +30,11 @@ def test_trace(path):
 
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_sweep(path):
-    lines = results.read(path)
+    lines = results_file.read(path)
     for line in lines:
         record.validate(line)
         assert len(line["environment"]["git_commit"]) == 40
-        results.require_same(path, lines, line)
+        results_file.require_same(path, lines, line)
 
 
 def test_there_are_records():

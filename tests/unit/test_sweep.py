@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import results_file
 import sweep
-from rankmixer import results
 
 COMMITTED = Path(__file__).resolve().parents[2] / "reports" / "shapes" / "held_out_32.json"
 
@@ -63,7 +63,7 @@ def test_by_default_all_modes_run_that_this_torch_has():
 def test_a_mode_that_some_shapes_cannot_run_is_summarised_over_the_others():
     partial = _record(4.0, 2.0)
     del partial["summary"]["kernel"], partial["measurements"]["kernel"]
-    summary = results.summarize([partial, _record(3.0, 1.0)])
+    summary = results_file.summarize([partial, _record(3.0, 1.0)])
     assert len(summary["kernel"]["shapes"]) == 1 and summary["kernel"]["worst"] == 3.0
 
 
@@ -72,7 +72,7 @@ def test_the_interval_holds_the_ratio_and_narrows_with_the_samples():
     widths = []
     for count in (10, 1000):
         baseline, candidate = noise.normal(2.0, 0.1, count), noise.normal(1.0, 0.05, count)
-        ratio, low, high = results.ratio_interval(baseline, candidate)
+        ratio, low, high = results_file.ratio_interval(baseline, candidate)
         assert low <= ratio <= high and low < 2.05 and high > 1.95
         widths.append(high - low)
     assert widths[1] < widths[0] / 3
@@ -89,44 +89,44 @@ def _record(none, kernel, batch=8, **environment):
 
 
 def test_the_summary_of_two_shapes():
-    summary = results.summarize([_record(4.0, 2.0), _record(1.0, 2.0)])
+    summary = results_file.summarize([_record(4.0, 2.0), _record(1.0, 2.0)])
     assert summary["kernel"]["geometric_mean"] == pytest.approx(1.0) and summary["kernel"]["worst"] == 0.5
     assert "geometric mean 1.000, worst 0.500, 2 shapes" in sweep.table(summary)
 
 
 def test_lines_are_read_as_they_were_appended(tmp_path):
     path, lines = tmp_path / "sweep.jsonl", [_record(2.0, 1.0, batch) for batch in (1, 2, 3)]
-    assert results.read(path) == []
+    assert results_file.read(path) == []
     for line in lines:
-        results.append(path, line)
-    assert results.read(path) == lines
-    assert [results.shape_of(line) for line in lines] == [(1, 16, 128, 2), (2, 16, 128, 2), (3, 16, 128, 2)]
+        results_file.append(path, line)
+    assert results_file.read(path) == lines
+    assert [results_file.shape_of(line) for line in lines] == [(1, 16, 128, 2), (2, 16, 128, 2), (3, 16, 128, 2)]
 
 
 @pytest.mark.parametrize("kept", [1, 100, -1])
 def test_a_line_that_was_cut_off_is_written_again(tmp_path, kept):
     path, first, second = tmp_path / "sweep.jsonl", _record(2.0, 1.0, 1), _record(2.0, 1.0, 2)
-    results.append(path, first)
+    results_file.append(path, first)
     whole = path.read_bytes()
     path.write_bytes(whole + json.dumps(second).encode()[:kept])
-    assert results.read(path) == [first]
-    results.append(path, second)
-    assert results.read(path) == [first, second] and path.read_bytes().startswith(whole)
+    assert results_file.read(path) == [first]
+    results_file.append(path, second)
+    assert results_file.read(path) == [first, second] and path.read_bytes().startswith(whole)
 
 
 @pytest.mark.parametrize("line, words", [("{", "line 2 is no JSON"), ("[]", "line 2 is no record of a sweep"),
                                          ('{"pass": 1}', "no configuration, environment, variables, world_size, pass")])
 def test_a_broken_line_is_named(tmp_path, line, words):
     path = tmp_path / "sweep.jsonl"
-    results.append(path, _record(2.0, 1.0))
+    results_file.append(path, _record(2.0, 1.0))
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(ValueError, match=words):
-        results.read(path)
+        results_file.read(path)
 
 
 def test_another_stack_machine_or_setting_is_refused_and_named(tmp_path):
     path = tmp_path / "sweep.jsonl"
-    results.append(path, _record(2.0, 1.0))
+    results_file.append(path, _record(2.0, 1.0))
     before = path.read_bytes()
     others = {"environment.torch='2.6.0' there, '2.7.0' now": _record(2.0, 1.0, torch="2.7.0"),
               "environment.git_commit": _record(2.0, 1.0, git_commit="b" * 40),
@@ -138,7 +138,7 @@ def test_another_stack_machine_or_setting_is_refused_and_named(tmp_path):
     others["dtype='bf16' there, 'fp32' now"] = dtype
     for words, other in others.items():
         with pytest.raises(ValueError, match="line 1 is of another configuration") as error:
-            results.append(path, other)
+            results_file.append(path, other)
         assert words in str(error.value)
     assert path.read_bytes() == before
 
@@ -146,21 +146,21 @@ def test_another_stack_machine_or_setting_is_refused_and_named(tmp_path):
 def test_another_pass_is_another_comparison_of_the_same_file(tmp_path):
     path, backward = tmp_path / "sweep.jsonl", {**_record(5.0, 4.0), "pass": "forward+backward"}
     backward["configuration"]["dtype"]["value"] = "fp32"
-    results.append(path, _record(2.0, 1.0))
-    results.append(path, backward)
-    assert len(set(map(results.comparison_of, results.read(path)))) == 2
+    results_file.append(path, _record(2.0, 1.0))
+    results_file.append(path, backward)
+    assert len(set(map(results_file.comparison_of, results_file.read(path)))) == 2
     with pytest.raises(ValueError, match="environment.torch"):
-        results.append(path, {**backward, "environment": {"torch": "2.7.0", "git_commit": "a" * 40}})
+        results_file.append(path, {**backward, "environment": {"torch": "2.7.0", "git_commit": "a" * 40}})
 
 
 def test_a_setting_that_one_record_lacks_is_a_difference():
     old, new = _record(2.0, 1.0), _record(2.0, 1.0)
     new["configuration"]["tune"] = {"value": True}
-    assert results.differences(old, new) == ["tune=None there, True now"]
+    assert results_file.differences(old, new) == ["tune=None there, True now"]
 
 
 def test_variables_of_exchanges_and_compilation_are_recorded(monkeypatch):
     for name, value in (("NCCL_P2P_DISABLE", "1"), ("A2A_FFN_KERNEL_PLUGIN", "/some/where"), ("HOME", "/root")):
         monkeypatch.setenv(name, value)
-    recorded = results.variables()
+    recorded = results_file.variables()
     assert recorded["NCCL_P2P_DISABLE"] == "1" and not {"A2A_FFN_KERNEL_PLUGIN", "HOME"} & set(recorded)
