@@ -1,9 +1,9 @@
 """A results file: comparisons of one stack on one machine, one JSON line each, appended as they are measured.
 
-Lines with the same pass and compilation (`comparison_of`) form one comparison and have the same configuration but for the
-shape; all lines have the same versions, device, commit, ranks, plugin and environment variables. `append` refuses
-anything else, so that no comparison can mix settings. A line is on disk when `append` returns. What a killed process left
-of an unfinished line is no record: `read` leaves it out and `append` removes it.
+Lines with the same pass and compilation (`comparison_of`) form one comparison and have the same configuration but for
+the shape; all lines have the same versions, device, commit, ranks, plugin and environment variables. `append` refuses
+anything else, so that no comparison can mix settings. A line is on disk when `append` returns. What a killed process
+left of an unfinished line is no record: `read` leaves it out and `append` removes it.
 """
 
 import json
@@ -15,12 +15,13 @@ import numpy as np
 
 SHAPE = ("batch_size", "tokens", "dim", "k")
 BOOTSTRAP_SAMPLES = 2000
-_VARIABLES = ("A2A_FFN_", "CUDA_DEVICE_MAX_CONNECTIONS", "GLOO_", "NCCL_", "OMP_NUM_THREADS", "TORCHINDUCTOR_", "TORCH_NCCL_")
+_VARIABLES = ("A2A_FFN_", "CUDA_DEVICE_MAX_CONNECTIONS", "GLOO_", "NCCL_", "OMP_NUM_THREADS", "TORCHINDUCTOR_",
+              "TORCH_NCCL_")
 _NO_SETTING = (*SHAPE, "shapes", "output", "draw", "json", "device", "help")  # the device's name is in the environment
 _NO_VARIABLE = ("A2A_FFN_KERNEL_PLUGIN", "TORCHINDUCTOR_CACHE_DIR")  # a path, and named by `plugin`; a path
 _OF_ALL_LINES = ("world_size", "plugin")
-_FIELDS = {"configuration": dict, "environment": dict, "variables": dict, "world_size": int, "pass": str, "summary": dict,
-           "measurements": dict, "checks": dict, "full_batch": dict}
+_FIELDS = {"configuration": dict, "environment": dict, "variables": dict, "world_size": int, "pass": str,
+           "summary": dict, "measurements": dict, "checks": dict, "full_batch": dict}
 
 
 def variables():
@@ -40,7 +41,7 @@ def comparison_of(record):
 
 
 def differences(line, record):
-    """What keeps two records from standing in one file, as ``name=value of the line, value of the record``; [] if nothing."""
+    """What keeps two records from standing in one file, as ``name=value there, value now``; [] if nothing."""
     found = [_difference(name, line[name], record[name]) for name in _OF_ALL_LINES]
     for part in ("environment", "variables"):
         found += _of_dict(f"{part}.", line[part], record[part])
@@ -52,7 +53,7 @@ def differences(line, record):
 
 
 def require_same(path, lines, record):
-    """Raise ValueError, saying what differs, unless ``record`` may be appended to the ``lines`` of the file ``path``."""
+    """Raise ValueError, saying what differs, unless ``record`` may stand beside the ``lines`` of the file ``path``."""
     for number, line in enumerate(lines, 1):
         found = differences(line, record)
         if found:
@@ -60,7 +61,7 @@ def require_same(path, lines, record):
 
 
 def read(path):
-    """The records of a results file, [] where there is none. Raises ValueError for a finished line that is no record."""
+    """The records of a results file, [] where there is none. Raises ValueError for a whole line that is no record."""
     path = Path(path)
     if not path.exists():
         return []
@@ -70,7 +71,8 @@ def read(path):
             record = json.loads(line)
         except ValueError as error:
             raise ValueError(f"output={str(path)!r}: line {number} is no JSON ({error})") from None
-        wrong = [name for name, kind in _FIELDS.items() if not isinstance(record, dict) or not isinstance(record.get(name), kind)]
+        fields = record if isinstance(record, dict) else {}
+        wrong = [name for name, kind in _FIELDS.items() if not isinstance(fields.get(name), kind)]
         if wrong:
             raise ValueError(f"output={str(path)!r}: line {number} is no record of a sweep: no {', '.join(wrong)}")
         records.append(record)

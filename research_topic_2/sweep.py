@@ -3,20 +3,21 @@
     torchrun --standalone --nproc-per-node 2 research_topic_2/sweep.py --output sweep.jsonl [flags of compare.py]
 
 Every shape's modes are measured interleaved, in one process; its record is one line of the file (results_file.py).
-With another ``--backward`` or ``--no-compile`` the same file gets another comparison. A line of another configuration,
-version, device, commit, number of ranks, plugin or of other environment variables (A2A_FFN_*, NCCL_*, ...) is refused.
+With another ``--backward`` or ``--no-compile`` the same file gets another comparison. A file with lines of another
+configuration, version, device, commit, number of ranks or plugin, or of other environment variables (A2A_FFN_*, NCCL_*,
+...), is refused.
 
-By default all modes that this torch can run, and the shapes of reports/shapes: development, default, and 32 of the held-out
-range, drawn and committed before they are run:
+By default all modes that this torch can run, and the shapes of reports/shapes: development, default, and 32 of the
+held-out range, drawn and committed before they are run:
 
     python research_topic_2/sweep.py --draw 32 --seed 7 --shapes reports/shapes/held_out_32.json
 
 draws from the range of the assignment: 1 <= B <= 512 (evenly by its logarithm), 16 <= T <= 64 (multiples of 8, so that
 2, 4 and 8 ranks divide them), 128 <= D <= 1280 with T dividing D, k in {2, 3, 6}.
 
-At the end a table holds each mode's ratio to none per shape, with a 95 % confidence interval of the ratio of medians (2,000
-bootstrap samples of the iterations' slowest ranks), and the geometric mean over the shapes. The exit status is 1 where a
-check failed: a variant's is measured all the same, a plain mode's ends the sweep.
+At the end a table holds each mode's ratio to none per shape, with a 95 % confidence interval of the ratio of medians
+(2,000 bootstrap samples of the iterations' slowest ranks), and the geometric mean over the shapes. The exit status is 1
+where a check failed: a variant's is measured all the same, a plain mode's ends the sweep.
 """
 
 import argparse
@@ -37,6 +38,7 @@ from rankmixer.cli import pass_name
 from rankmixer.options import configuration, validate
 from rankmixer.runtime import choose_device, environment_rank, start_runtime, stop_runtime
 from rankmixer.workload import Workload
+from results_file import SHAPE
 
 MODES = ("none", "with-sm", "sm-free", "kernel", "kernel:peers")
 BUILT_IN = ("none:inductor-reorder", "kernel:inductor-reorder", "none:inductor-overlap", "kernel:inductor-overlap")
@@ -63,7 +65,7 @@ def build_parser():
 
 
 def all_modes(no_compile):
-    """All modes and peers that can run here: none of Inductor's passes in eager mode, or where this torch lacks them."""
+    """All modes and peers that can run here: without Inductor's passes in eager mode or where this torch lacks them."""
     return ",".join([*MODES, *(name for name in BUILT_IN if not no_compile and _known(name))])
 
 
@@ -161,7 +163,7 @@ def _prepared(options):
 
 
 def _run(parser, options, runtime, shapes):
-    """Measure what the file lacks, and print the comparison; returns the exit status. Raises Refused for another stack's file."""
+    """Measure what the file lacks, and print the comparison; returns the exit status. Raises `Refused`."""
     expected = _identity(parser, options, runtime)
     done = _agreed(runtime, lambda: _shapes_in(options.output, expected))
     missing = [shape for shape in shapes if shape not in done]
@@ -173,8 +175,8 @@ def _run(parser, options, runtime, shapes):
         _agreed(runtime, lambda: results_file.append(options.output, result))
     if not runtime.is_main:
         return 0
-    records = [each for each in results_file.read(options.output)
-               if results_file.comparison_of(each) == results_file.comparison_of(expected) and results_file.shape_of(each) in shapes]
+    lines = _comparison_in(results_file.read(options.output), expected)
+    records = [each for each in lines if results_file.shape_of(each) in shapes]
     print(table(results_file.summarize(records)), flush=True)
     wrong = [f"{mode} at {results_file.shape_of(each)}: {outcome['problem']}" for each in records
              for mode, outcome in each["checks"].items() if "problem" in outcome]
@@ -195,7 +197,11 @@ def _shapes_in(path, expected):
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     lines = results_file.read(path)
     results_file.require_same(path, lines, expected)
-    return {results_file.shape_of(line) for line in lines if results_file.comparison_of(line) == results_file.comparison_of(expected)}
+    return {results_file.shape_of(line) for line in _comparison_in(lines, expected)}
+
+
+def _comparison_in(lines, expected):
+    return [line for line in lines if results_file.comparison_of(line) == results_file.comparison_of(expected)]
 
 
 def _agreed(runtime, function):
@@ -213,7 +219,8 @@ def _agreed(runtime, function):
 
 
 def _set_shape(options, shape):
-    options.batch_size, options.tokens, options.dim, options.k = shape
+    for name, value in zip(SHAPE, shape, strict=True):
+        setattr(options, name, value)
 
 
 def _measured(parser, options, runtime):

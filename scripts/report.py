@@ -4,9 +4,10 @@
     python scripts/report.py            # writes them; needs the `report` extra: matplotlib, markdown-it-py
     python scripts/report.py --check    # writes nothing; status 1 where report.md is not what the records say
 
-The text is in reports/text/, one Markdown template a section (Jinja: `{{ record("results/...").ms("kernel") }}`). Numbers
-come from placeholders alone, and each is cited (`reporting.citations`): below every table, plot and section stand the files
-that its numbers come from. Figures that only prose had are in reports/notes.json, with their source and commit.
+The text is in reports/text/, one Markdown template a section (Jinja: `{{ record("results/...").ms("kernel") }}`).
+Numbers come from placeholders alone, and each is cited (`reporting.citations`): below every table, plot and section
+stand the files that its numbers come from. Figures that only prose had are in reports/notes.json, with their source and
+commit.
 """
 
 from __future__ import annotations
@@ -22,17 +23,27 @@ sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "research_topic_2")]
 import jinja2  # noqa: E402
 from reporting.citations import Record, Results  # noqa: E402
 from reporting.figures import Figures  # noqa: E402
+from reporting.listings import Listings  # noqa: E402
+from reporting.markdown import source_line  # noqa: E402
+from reporting.modelled import Modelled  # noqa: E402
 from reporting.page import page  # noqa: E402
-from reporting.tables import Tables, source_line  # noqa: E402
+from reporting.tables import Tables  # noqa: E402
 
 
 def build(reports: Path, figures: Path) -> tuple[str, Results]:
     """The report of the records and texts below ``reports`` as Markdown, and what it cites; plots go to ``figures``."""
     results = Results(reports / "results")
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-                                     keep_trailing_newline=True)  # fmt: skip
-    known = {"record": lambda file: Record(results, file), "tables": Tables(results), "figures": Figures(results, figures),
-             "note": lambda name: _note(results, name)}  # fmt: skip
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    known = {
+        "record": lambda file: Record(results, file),
+        "note": lambda name: _note(results, name),
+        "tables": Tables(results),
+        "modelled": Modelled(results),
+        "listings": Listings(results),
+        "figures": Figures(results, figures),
+    }
     sections = []
     for path in sorted((reports / "text").glob("*.md")):
         results.place = path.stem

@@ -1,8 +1,8 @@
 """The JSON records: what a run was, where it ran, and every rank's raw samples.
 
 Kinds: ``full`` (the whole block), ``comp-only`` (exchanges removed; not a layer latency), and ``comparison``
-(several modes, and variants of them as ``mode:variant``, measured in one run, see compare.py; many shapes of them in one
-file, see results_file.py).
+(several modes, and variants of them as ``mode:variant``, measured in one run, see compare.py; those of many shapes in
+one file, see results_file.py).
 """
 
 import json
@@ -165,7 +165,7 @@ def _version(package):
 
 
 def _git_commit():
-    """HEAD of the checkout; an exported tree without one is named by GIT_COMMIT, or by the file that `git archive` fills in."""
+    """HEAD of the checkout. An exported tree without one is named by GIT_COMMIT, or by the file that an export fills in."""
     if "GIT_COMMIT" in os.environ:
         return os.environ["GIT_COMMIT"]
     exported = Path(__file__).resolve().parents[2] / "COMMIT"

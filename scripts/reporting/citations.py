@@ -1,7 +1,7 @@
 """The records that the report reads, and the citation of every number that it prints.
 
-A number is printed by `Results.cite` alone: from values at given places of a record, by a formula of `FORMULAS`. What was
-printed, from where and how is kept, so that a test can do it again from the files.
+A number is printed by `Results.cite` alone: from values at given places of a record, by a formula of `FORMULAS`. What
+was printed, from where and how is kept, so that a test can do it again from the files.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ FORMULAS: dict[str, Callable[..., Any]] = {
     "commit": lambda commit: commit[:7],
     "shape": lambda *sizes: f"({', '.join(map(str, sizes))})",
     "text": str,
-}  # fmt: skip
+    "joined": lambda texts: "; ".join(texts) or "nothing",
+}
 
 
 def _intensity(rows: float, D: int, H: int) -> float:
@@ -78,8 +79,11 @@ class Results:
     def __init__(self, folder: Path):
         folder = Path(folder)
         files = sorted(path for end in ("json", "jsonl") for path in folder.rglob(f"*.{end}"))
-        self.contents = {str(path.relative_to(folder.parent)): _content(path) for path in files
-                         if not path.name.endswith(".perfetto.json")}  # fmt: skip
+        self.contents = {
+            str(path.relative_to(folder.parent)): _content(path)
+            for path in files
+            if not path.name.endswith(".perfetto.json")
+        }
         self.contents["notes.json"] = _content(folder.parent / "notes.json")
         self.citations: list[Citation] = []
         self.place = ""
@@ -94,10 +98,12 @@ class Results:
                 return None
         return value
 
-    def cite(self, file: str, formula: str, *paths: tuple, form: str = "{}", scale: float = 1, missing: str = NO_RECORD) -> str:
+    def cite(
+        self, file: str, formula: str, *paths: tuple, form: str = "{}", scale: float = 1, missing: str = NO_RECORD
+    ) -> str:
         """What the report prints; `missing` where one of the values is not recorded."""
         values = [self.at(file, path) for path in paths]
-        if any(value is None or value == [] or (isinstance(value, list) and None in value) for value in values):
+        if any(value is None or (isinstance(value, list) and None in value) for value in values):
             return missing
         value = FORMULAS[formula](*values)
         text = printed(value, form, scale)
@@ -126,8 +132,11 @@ class Results:
 
     def of_kind(self, *kinds: str) -> list[Record]:
         """The records of other kinds, by file."""
-        return [Record(self, file) for file, content in self.contents.items()
-                if isinstance(content, dict) and content.get("kind") in kinds]  # fmt: skip
+        return [
+            Record(self, file)
+            for file, content in self.contents.items()
+            if isinstance(content, dict) and content.get("kind") in kinds
+        ]
 
 
 class Record:
@@ -189,7 +198,8 @@ class Record:
     def trace(self, field: str, form: str = "{:.0f}", scale: float = 1) -> str:
         """A figure of a device trace, of the rank whose call took longest."""
         spans = [rank["span_us"] for rank in self.get("ranks") or ({"span_us": 0},)]
-        return self.cite("value", ("ranks", spans.index(max(spans)), field), form=form, scale=scale, missing=NOT_RECORDED)
+        path = "ranks", spans.index(max(spans)), field
+        return self.cite("value", path, form=form, scale=scale, missing=NOT_RECORDED)
 
     def commit(self) -> str:
         return self.cite("commit", ("environment", "git_commit"))

@@ -16,15 +16,34 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 from .citations import EXCHANGES, LINK, NO_RECORD, Record, Results, median  # noqa: E402
-from .tables import source_line  # noqa: E402
+from .markdown import source_line  # noqa: E402
+from .modelled import Modelled  # noqa: E402
 
 INK = "#0a0b0c"  # replaced by the colour of the text
 COLOURS = ("#3b82c4", "#e08a1e", "#2a9d6f", "#9b6bcc", "#d1495b", "#8a8a8a")
-STYLE = {"svg.hashsalt": "report", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10.5, "text.color": INK,
-         "axes.edgecolor": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False,
-         "axes.spines.right": False, "legend.frameon": False, "savefig.transparent": True, "axes.titlesize": 10.5}  # fmt: skip
+STYLE = {
+    "svg.hashsalt": "report",
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 10.5,
+    "text.color": INK,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10.5,
+    "legend.frameon": False,
+    "savefig.transparent": True,
+}
 WIDTH_IN = 5.4  # readable on a phone without magnifying
-NVLINK, HOST_MEMORY, SHAPED = "h200x2-torch-2.11.0", "h200x2-torch-2.11.0-shm", "cpu-netns"
+NVLINK, HOST_MEMORY = "h200x2-torch-2.11.0", "h200x2-torch-2.11.0-shm"
+HIDDEN = (
+    (NVLINK, "NVLink", ("overlap", "overlap_backward")),
+    (HOST_MEMORY, "host shared memory", ("overlap", "overlap_backward")),
+    ("cpu-netns", "shaped CPU link\n(emulated)", ("forward", "backward")),
+)
 
 
 class Figures:
@@ -42,6 +61,9 @@ class Figures:
 
     def roofline(self) -> str:
         return self._plot("roofline", "Roofline of the forward GEMMs and of whole layers", self._roofline)
+
+    def scaling(self) -> str:
+        return self._plot("scaling", "Scaling, simulated", self._scaling)
 
     def _plot(self, name: str, title: str, draw: Callable) -> str:
         before = self.results.place
@@ -67,7 +89,8 @@ class Figures:
             for label, points in records.items():
                 panel.scatter(*zip(*points), color=colours[label], label=label, zorder=3)
             for label, points in prototype.items():
-                panel.plot(*zip(*points), "o--", color=colours[label], markerfacecolor="none", label=f"{label} (note)")
+                hollow = {"markerfacecolor": "none", "label": f"{label} (note)"}
+                panel.plot(*zip(*points), "o--", color=colours[label], **hollow)
             panel.set(title=f"{link}, default workload, compiled, forward", xlabel="chunks along L", ylabel="ms")
             panel.set_xscale("log", base=2)
             panel.set_xticks([AS_PLANNED, 1, 2, 4, 8], ["as planned", "1", "2", "4", "8"])
@@ -76,7 +99,7 @@ class Figures:
         return figure
 
     def _chunk_records(self, folder: str) -> dict[str, list[tuple[float, float]]]:
-        """{label: [(chunks, ms)]} of the compiled forward at the default workload; ``kernel`` stands at "as planned"."""
+        """{label: [(chunks, ms)]} of the compiled forward at the default workload; ``kernel`` is as planned."""
         series: dict[str, list[tuple[float, float]]] = {}
         for record in self.results.comparisons():
             compiled_forward = record.get("pass") == "forward" and record.get(*record.setting("no_compile")) is False
@@ -100,12 +123,9 @@ class Figures:
 
     def _hidden_link(self):
         bars: dict[str, dict[str, float]] = {}
-        for folder, link in ((NVLINK, "NVLink"), (HOST_MEMORY, "host shared memory"), (SHAPED, "shaped CPU link\n(emulated)")):
-            for name in ("forward", "overlap"):
-                for suffix in ("", "_backward"):
-                    self._hidden_bars(bars, Record(self.results, f"results/{folder}/{name}{suffix}.json"), link)
-            if folder == SHAPED:
-                self._hidden_bars(bars, Record(self.results, f"results/{folder}/backward.json"), link)
+        for folder, link, files in HIDDEN:
+            for file in files:
+                self._hidden_bars(bars, Record(self.results, f"results/{folder}/{file}.json"), link)
         groups = list(dict.fromkeys(group for values in bars.values() for group in values))
         if not groups:
             return None
@@ -125,10 +145,16 @@ class Figures:
     def _hidden_bars(self, bars: dict, record: Record, link: str) -> None:
         """Add what a comparison says of each kind of schedule, under its link and pass."""
         rate = record.number("link", *LINK, scale=1e-9) if record.modes else None
-        labels = {"kernel:naive": "chunked, naive order", "naive": "chunked, naive order",
-                  "kernel:inductor-reorder": "chunked, Inductor's reordering", "built-in": "chunked, Inductor's reordering",
-                  "kernel:inductor-overlap": "chunked, Inductor's overlap scheduling", "kernel": "our schedule",
-                  "passes": "our schedule", "kernel:peers": "peers' memory"}  # fmt: skip
+        labels = {
+            "kernel:naive": "chunked, naive order",
+            "naive": "chunked, naive order",
+            "kernel:inductor-reorder": "chunked, Inductor's reordering",
+            "built-in": "chunked, Inductor's reordering",
+            "kernel:inductor-overlap": "chunked, Inductor's overlap scheduling",
+            "kernel": "our schedule",
+            "passes": "our schedule",
+            "kernel:peers": "peers' memory",
+        }
         for mode in record.modes:
             if mode in labels:
                 hidden = record.number("hidden", median("none"), median(mode), median(EXCHANGES), scale=100)
@@ -138,15 +164,22 @@ class Figures:
                 bars.setdefault(labels[mode], {})[group] = hidden
 
     def _roofline(self):
-        peaks = [self.results.number("notes.json", "value", ("h200", name, "value")) for name in ("bf16_tflops", "memory_tbytes_s")]
+        peaks = [
+            self.results.number("notes.json", "value", ("h200", name, "value"))
+            for name in ("bf16_tflops", "memory_tbytes_s")
+        ]
         if None in peaks:
             return None
         figure, axes = plt.subplots(figsize=(WIDTH_IN, 4.2), layout="constrained")
         ridge = peaks[0] / peaks[1]
-        axes.plot([10, ridge, 10_000], [10 * peaks[1], peaks[0], peaks[0]], color=INK, label="H200: data sheet, dense bf16")
+        axes.plot(
+            [10, ridge, 10_000], [10 * peaks[1], peaks[0], peaks[0]], color=INK, label="H200: data sheet, dense bf16"
+        )
         for colour, marker, (label, points) in zip(COLOURS, "osD^v", self._rates().items(), strict=False):
             axes.scatter(*zip(*points), color=colour, marker=marker, label=label, zorder=3)
-        axes.set(xscale="log", yscale="log", xlabel="operations per byte of the forward GEMMs", ylabel="TFLOP/s of a rank")
+        axes.set(
+            xscale="log", yscale="log", xlabel="operations per byte of the forward GEMMs", ylabel="TFLOP/s of a rank"
+        )
         figure.legend(loc="outside upper center", ncols=1, fontsize=8.5)
         return figure
 
@@ -169,6 +202,34 @@ class Figures:
                     rates.setdefault(f"whole block, {mode}", []).append((intensity, rate))
         return rates
 
+    def _scaling(self):
+        latency: dict[str, list[tuple[int, float]]] = {}
+        ratios: dict[str, list[tuple[int, float]]] = {}
+        for record, index in Modelled(self.results).cases():
+            case = record.get("cases", index)
+            none, overlapped = ("cases", index, "none_s"), ("cases", index, "overlapped_s")
+            if case["pass"] != "forward":
+                continue
+            if case["machine"] == "H200" and case["hosts"] == 1 + (case["P"] > 8) and case["cards"] in (None, 8):
+                for label, time in (("none", none), (f"overlapped, {case['transport']}", overlapped)):
+                    latency.setdefault(label, []).append((case["P"], record.number("value", time, scale=1e3)))
+            if case["P"] == 16 and case["hosts"] == 2 and case["transport"] == "collectives":
+                ratios.setdefault(case["machine"], []).append((case["cards"], record.number("ratio", none, overlapped)))
+        if not latency or not ratios:
+            return None
+        figure, panels = plt.subplots(2, 1, figsize=(WIDTH_IN, 7.2), layout="constrained")
+        for panel, series in zip(panels, (latency, ratios), strict=True):
+            for colour, marker, (label, points) in zip(COLOURS, "osD^v*", series.items(), strict=False):
+                panel.plot(*zip(*sorted(set(points))), f"{marker}-", color=colour, label=label)
+            panel.set_xscale("log", base=2)
+            panel.legend(fontsize=8.5)
+        panels[0].set(title="H200, forward (simulated)", xlabel="ranks; 16 are two hosts of eight cards", ylabel="ms")
+        panels[0].set_xticks([2, 4, 8, 16], ["2", "4", "8", "16"])
+        panels[1].set(title="16 ranks of two hosts, forward, by NCCL (simulated)")
+        panels[1].set(xlabel="network cards a host", ylabel="none / overlapped")
+        panels[1].set_xticks([1, 2, 4, 8], ["1", "2", "4", "8"])
+        return figure
+
 
 AS_PLANNED = 0.75  # where it stands on the axis of chunks
 
@@ -187,7 +248,9 @@ def chunks_of(mode: str) -> float | None:
 
 
 def _default_shape(record: Record) -> bool:
-    return all(record.get("configuration", name, "overridden") is False for name in ("batch_size", "tokens", "dim", "k"))
+    return all(
+        record.get("configuration", name, "overridden") is False for name in ("batch_size", "tokens", "dim", "k")
+    )
 
 
 def _svg(figure, title: str) -> str:

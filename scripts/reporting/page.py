@@ -26,10 +26,13 @@ pre { background: var(--soft); padding: .8rem; overflow-x: auto } pre code { pad
 .scroll { overflow-x: auto; margin: .8rem 0; border: 1px solid var(--line) }
 table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; width: 100% }
 th, td { padding: .35rem .6rem; text-align: left; white-space: nowrap; border-bottom: 1px solid var(--line) }
-td { vertical-align: top } td.long { white-space: normal; min-width: 18rem } th { background: var(--soft) } tr:last-child td { border-bottom: 0 }
+td { vertical-align: top } td.long { white-space: normal; min-width: 18rem }
+th { background: var(--soft) } tr:last-child td { border-bottom: 0 }
 table code { background: none; padding: 0; overflow-wrap: normal }
-p em { font-size: .85rem } blockquote { margin: 1rem 0; padding: .1rem 1rem; border-left: .3rem solid #e08a1e; background: var(--soft) }
-figure { margin: 1rem 0; overflow-x: auto } figure svg { display: block; width: 100%; max-width: 34rem; height: auto }
+p > em:only-child { font-size: .85rem }
+blockquote { margin: 1rem 0; padding: .1rem 1rem; border-left: .3rem solid #e08a1e; background: var(--soft) }
+figure { margin: 1rem 0; overflow-x: auto }
+figure svg { display: block; width: 100%; max-width: 34rem; height: auto }
 figure svg.wide { min-width: 38rem; max-width: none }
 nav ol { columns: 2 16rem; padding-left: 1.4rem }
 """
@@ -46,7 +49,9 @@ def page(markdown: str, folder: Path) -> str:
         if token.type == "td_open" and len(content.content) > LONG_CELL:
             token.attrSet("class", "long")
     body = converter.renderer.render(tokens, converter.options, {})
-    body = re.sub(r'<p><img src="([^"]+\.svg)" alt="([^"]*)" ?/?></p>', lambda found: _figure(folder / found[1], found[2]), body)
+    body = re.sub(
+        r'<p><img src="([^"]+\.svg)" alt="([^"]*)" ?/?></p>', lambda found: _figure(folder / found[1], found[2]), body
+    )
     title = escape(next(tokens[i + 1].content for i, token in enumerate(tokens) if token.tag == "h1"))
     head, first, rest = body.partition("<h2")
     return (

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no git checkout: the submission is made of a commit")
+pytestmark = pytest.mark.skipif(
+    not (ROOT / ".git").exists(), reason="no git checkout: the submission is made of a commit"
+)
 IMPORTS = """
 import json, sys
 sys.path.insert(0, "research_topic_2")
@@ -29,7 +31,9 @@ def package(root, out):
 
 def git(root, *arguments):
     identity = ["-c", "user.name=test", "-c", "user.email=test@example.org", "-c", "commit.gpgsign=false"]
-    return subprocess.run(["git", *identity, *arguments], cwd=root, check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", *identity, *arguments], cwd=root, check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 @pytest.fixture(scope="module")

@@ -132,7 +132,8 @@ def test_another_stack_machine_or_setting_is_refused_and_named(tmp_path):
               "environment.git_commit": _record(2.0, 1.0, git_commit="b" * 40),
               "world_size=2 there, 4 now": {**_record(2.0, 1.0), "world_size": 4},
               "plugin='some' there, None now": {**_record(2.0, 1.0), "plugin": None},
-              "variables.NCCL_P2P_DISABLE=None there, '1' now": {**_record(2.0, 1.0), "variables": {"NCCL_P2P_DISABLE": "1"}}}
+              "variables.NCCL_P2P_DISABLE=None there, '1' now":
+                  {**_record(2.0, 1.0), "variables": {"NCCL_P2P_DISABLE": "1"}}}
     dtype = copy.deepcopy(_record(2.0, 1.0, batch=9))
     dtype["configuration"]["dtype"]["value"] = "fp32"
     others["dtype='bf16' there, 'fp32' now"] = dtype
