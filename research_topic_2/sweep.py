@@ -56,7 +56,7 @@ def build_parser():
     parser = comparison_parser()
     parser.prog, parser.description = "sweep.py", __doc__
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES),
+    parser.add_argument("--shapes", nargs="+", metavar="FILE",
                         help="JSON files, each a list of [B, T, D, k] (default: those of reports/shapes)")
     parser.add_argument("--output", metavar="FILE", help="the results file, JSON lines; appended to where it exists")
     parser.add_argument("--draw", type=int, metavar="N", help="write N shapes to --shapes, drawn with --seed, and exit")
@@ -137,7 +137,7 @@ def main(arguments=None):
 
 
 def _draw(options):
-    if len(options.shapes) != 1:
+    if not options.shapes or len(options.shapes) != 1:
         raise ValueError(f"shapes={options.shapes}: must be the one file that --draw writes")
     path = Path(options.shapes[0])
     shapes = draw_shapes(options.draw, options.seed)
@@ -149,7 +149,8 @@ def _draw(options):
 def _prepared(options):
     """(device, shapes); every value is checked, and the plugin loaded where a mode needs it."""
     device, world_size = choose_device(options.device), environment_rank()[1]
-    shapes = list(dict.fromkeys(tuple(shape) for path in options.shapes for shape in read_shapes(path, world_size)))
+    files = options.shapes or SHAPES
+    shapes = list(dict.fromkeys(tuple(shape) for path in files for shape in read_shapes(path, world_size)))
     options.modes = options.modes or all_modes(options.no_compile)
     modes = check_modes(options)
     if options.output is None:
