@@ -7,7 +7,7 @@
 #   ablation  what each piece is worth: it switched off, beside the whole
 #   graphs    the same under CUDA graphs
 #   small     three small shapes, eager
-#   sweep     32 shapes, compiled and not; goes on where an earlier run with the same OUT stopped
+#   sweep     all modes over all shapes, both passes, compiled and not: one file, in which an earlier run goes on
 #   sanitizer memory errors and races of the kernels that run alone (needs compute-sanitizer)
 #   traces    what runs beside what, over both links
 #   tests     tests/gpu
@@ -97,16 +97,17 @@ for part in $parts; do
       done
       ;;
     small)
-      step small_eager $sweep --shapes "$root/reports/shapes/small_3.json" --modes none,kernel,kernel:peers \
-        --no-compile --full-batch-check --output "$out/small_eager"
+      step small_eager $sweep --shapes "$root/reports/shapes/development.json" --modes none,kernel,kernel:peers \
+        --no-compile --full-batch-check --output "$out/small_eager.jsonl"
       grep -A 40 "T_none" "$out/small_eager.log"
       ;;
     sweep)
       for compile in "" --no-compile; do
-        name=sweep${compile:+_eager}
-        step "$name" $sweep --shapes "$root/reports/shapes/held_out_32.json" --modes none,kernel:peers $compile \
-          --check-correctness approx --full-batch-check --output "$out/$name"
-        grep -A 40 "T_none" "$out/$name.log"
+        for pass in "" --backward; do
+          name=sweep${compile:+_eager}${pass:+_backward}
+          step "$name" $sweep --check-correctness approx --full-batch-check $compile $pass --output "$out/sweep.jsonl"
+          grep -E "geometric mean|T_none" "$out/$name.log"
+        done
       done
       ;;
     sanitizer)

@@ -1,9 +1,9 @@
 """The JSON records: what a run was, where it ran, and every rank's raw samples.
 
 Kinds: ``full`` (the whole block), ``comp-only`` (exchanges removed; not a layer latency), and ``comparison``
-(several modes, and variants of them as ``mode:variant``, measured in one run, see compare.py), and ``sweep`` (ratios
-of many comparisons, see sweep.py). ``calibration`` and ``simulation`` (scripts/calibrate.py, scripts/simulate.py) hold
-what was simulated, and say so: ``simulated`` is true.
+(several modes, and variants of them as ``mode:variant``, measured in one run, see compare.py; those of many shapes in
+one file, see results_file.py). ``calibration`` and ``simulation`` (scripts/calibrate.py, scripts/simulate.py) hold what
+was simulated, and say so: ``simulated`` is true.
 """
 
 import json
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 SCHEMA_VERSION = 1
-KINDS = ("full", "comp-only", "comparison", "sweep")
+KINDS = ("full", "comp-only", "comparison")
 _TEXT_OR_NONE = (str, type(None))
 _COMMON = {"schema": int, "kind": str, "configuration": dict, "environment": dict, "world_size": int, "pass": str,
            "plugin": _TEXT_OR_NONE, "exchange": dict, "checks": dict, "peak_memory_bytes": list}
@@ -27,7 +27,6 @@ _SINGLE = {**_COMMON, "transport": _TEXT_OR_NONE, "samples_s": list, "rank0": di
            "output_shape": list}
 _COMPARISON = {**_COMMON, "rounds": int, "transports": dict, "measurements": dict, "summary": dict,
                "full_batch": dict}
-_SWEEP = {"schema": int, "kind": str, "environment": dict, "world_size": int, "pass": str, "shapes": str, "modes": dict}
 _SIMULATED = {
     "calibration": {"fitted": dict, "fitted_on": list, "judged": list, "configurations": dict, "median_error": float,
                     "median_error_of_configurations": float, "median_error_of_overlapped": float},
@@ -113,12 +112,9 @@ def validate(record):
         return _validate_simulated(record)
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r}: allowed are {', '.join((*KINDS, *_SIMULATED))}")
-    fields = {"comparison": _COMPARISON, "sweep": _SWEEP}.get(kind, _SINGLE)
-    _validate_fields(record, fields)
+    _validate_fields(record, _COMPARISON if kind == "comparison" else _SINGLE)
     if record["pass"] not in ("forward", "forward+backward"):
         raise ValueError(f"pass={record['pass']!r}: allowed are forward, forward+backward")
-    if kind == "sweep":
-        return _validate_sweep(record)
     if kind == "comparison":
         _validate_variants(record)
     measurements = record["measurements"] if kind == "comparison" else {kind: record}
@@ -145,17 +141,6 @@ def _validate_simulated(record):
         times = {name: value for name, value in row.items() if name.endswith("_s")}
         if not times or not all(isinstance(value, (int, float)) and 0 <= value < math.inf for value in times.values()):
             raise ValueError(f"{row!r}: must hold finite times of at least 0 seconds")
-    return record
-
-
-def _validate_sweep(record):
-    for mode, values in record["modes"].items():
-        ratios = [(row["low"], row["ratio"], row["high"]) for row in values["shapes"]]
-        if not ratios or not all(0 < low <= high < math.inf and 0 < ratio < math.inf for low, ratio, high in ratios):
-            raise ValueError(f"modes.{mode}.shapes={values['shapes']!r}: must hold positive ratios and their intervals")
-        mean = math.exp(sum(math.log(ratio) for _, ratio, _ in ratios) / len(ratios))
-        if not math.isclose(mean, values["geometric_mean"]):
-            raise ValueError(f"modes.{mode}.geometric_mean={values['geometric_mean']}: the shapes' is {mean}")
     return record
 
 
@@ -202,9 +187,12 @@ def _version(package):
 
 
 def _git_commit():
-    """HEAD of the checkout; an exported tree without one is named by GIT_COMMIT."""
+    """HEAD of the checkout. An exported tree without one is named by GIT_COMMIT, or by the file that an export fills in."""
     if "GIT_COMMIT" in os.environ:
         return os.environ["GIT_COMMIT"]
+    exported = Path(__file__).resolve().parents[2] / "COMMIT"
+    if exported.is_file() and not exported.read_text().startswith("$Format"):
+        return exported.read_text().strip()
     try:
         result = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
     except OSError:
