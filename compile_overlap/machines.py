@@ -77,7 +77,7 @@ class Link:
     sm_share: float = 0.0
 
 
-CARD = Link("400 Gb/s network card", 50e9, 1.21e-4, 1.08, 0.13)
+CARD = Link("400 Gb/s network card", 50e9, 7.82e-5, 1.08, 0.13)
 
 
 @dataclass(frozen=True)
@@ -201,14 +201,14 @@ class Fitted(NamedTuple):
     an eager collective, and an exchange through the peers' memory."""
 
     nvlink_bytes_per_s: float = 225e9
-    shared_memory_bytes_per_s: float = 23.5e9
-    latency_s: float = 1.21e-4
+    shared_memory_bytes_per_s: float = 23e9
+    latency_s: float = 7.82e-5
     inductor_backward: float = 28.8
-    own_backward: float = 21.5
-    aten_backward: float = 40.8
-    eager_launch_s: float = 3.41e-5
-    eager_collective_s: float = 2.82e-4
-    peer_s: float = 6.01e-4
+    own_backward: float = 23.4
+    aten_backward: float = 40.6
+    eager_launch_s: float = 4.13e-5
+    eager_collective_s: float = 2.35e-4
+    peer_s: float = 3.7e-4
 
 
 def links(fitted: Fitted) -> dict[str, Link]:
