@@ -12,7 +12,7 @@ from typing import Any, Callable
 
 import torch
 
-from . import compat
+from . import compat, ranges
 
 TAGS = torch.Tag.pt2_compliant_tag, *compat.LAYOUT_TAGS
 LIBRARY = torch.library.Library("compile_overlap", "FRAGMENT")
@@ -23,7 +23,7 @@ def operator(kernel: Callable[..., Any]) -> torch._ops.OpOverload:
     name = kernel.__name__
     schema = torch.library.infer_schema(kernel, mutates_args=())
     LIBRARY.define(name + schema, tags=TAGS)
-    LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    LIBRARY.impl(name, ranges.named(kernel), "CompositeExplicitAutograd")
     return getattr(torch.ops.compile_overlap, name).default
 
 

@@ -1,0 +1,122 @@
+"""A picture of calls: lanes of compute, copies, network and signals, exposed communication in red, the critical path.
+
+Calls stand below one another on one time axis, so that their lengths can be compared.
+"""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+from .critical_path import HOST, IDLE, LATENCY, critical_path
+from .events import COMBINE, COPY, EPILOGUE, GEMM, LANES, LOCAL_COPY, NCCL, OTHER, communication, computation
+from .figures import trace_figures
+from .intervals import length, union, without
+from .kineto import Call
+from .scene import CHARACTER, Scene
+
+WIDTH, LEFT, RIGHT = 1200, 104, 24
+LANE, PATH, GAP, HEAD, PANEL_GAP = 30, 12, 5, 42, 18
+EXPOSED = "#d62728"
+COLORS = {
+    GEMM: "#3b76c4", COMBINE: "#6a5acd", EPILOGUE: "#3f9a55", OTHER: "#a9b4c2", LOCAL_COPY: "#c9c2a9", COPY: "#2b9aa5",
+    NCCL: "#e3a23c", "store": "#c98b1f", "signal": "#8a6d3b", "wait": "#8a6d3b", "barrier": "#8a6d3b",
+    HOST: "#4a4a4a", LATENCY: "#8c8c8c", IDLE: "#c4c4c4",
+}  # fmt: skip
+_LEGEND = (
+    (GEMM, "GEMM"), (COMBINE, "GEMM that stores to its peers"), (EPILOGUE, "gated norm"), (OTHER, "other kernels"),
+    (COPY, "copy engine"), (LOCAL_COPY, "local copy"), (NCCL, "NCCL, hidden"), ("store", "stores to peers, hidden"),
+    (HOST, "waits for the host"), (LATENCY, "device latency"), (IDLE, "idle"),
+)  # fmt: skip
+_SOFT = "#5a6474"
+
+
+def draw(panels: Sequence[tuple[str, Call]], title: str) -> Scene:
+    """The calls, each under its heading. Raises ValueError for none."""
+    if not panels:
+        raise ValueError("panels = (): must hold at least one call")
+    total = max(call.span for _, call in panels)
+    scale = (WIDTH - LEFT - RIGHT) / total
+    lanes = [lane for lane in LANES if any(event.lane == lane for _, call in panels for event in call.events)]
+    panel = HEAD + len(lanes) * (LANE + GAP) + PATH + PANEL_GAP
+    scene = Scene(WIDTH, 40 + len(panels) * panel + 64, title)
+    scene.text(16, 26, title, 15, bold=True)
+    for index, (heading, call) in enumerate(panels):
+        _panel(scene, heading, call, lanes, 40 + index * panel, scale)
+    bottom = 40 + len(panels) * panel
+    _axis(scene, total, scale, bottom)
+    _legend(scene, [call for _, call in panels], bottom + 48)
+    return scene
+
+
+def _panel(scene: Scene, heading: str, call: Call, lanes: list[str], top: float, scale: float) -> None:
+    figures = trace_figures(call)
+    facts = (
+        f"{figures['span_us'] / 1e3:.2f} ms; communication {figures['communication_us'] / 1e3:.2f} ms, "
+        f"{figures['hidden_fraction']:.0%} of it under computation; exposed {figures['exposed_us'] / 1e3:.2f} ms"
+    )
+    scene.text(16, top + 16, heading, 13, bold=True)
+    scene.text(16, top + 32, facts, 11.5, _SOFT)
+    busy = computation(call.events)
+    y = top + HEAD
+    for lane in lanes:
+        scene.text(16, y + LANE / 2 + 4, lane, 12)
+        scene.rect(LEFT, y, call.span * scale, LANE, "#f1f3f6")
+        for event in (event for event in call.events if event.lane == lane):
+            _event(scene, event, busy, y, scale)
+        y += LANE + GAP
+    scene.text(16, y + PATH - 2, "critical path", 11, _SOFT)
+    exposed = without(communication(call.events), busy)
+    for part in critical_path(call.events, call.dependencies):
+        bare = part.what not in COLORS or _is_bare(part, exposed)
+        color = EXPOSED if bare else COLORS[part.what]
+        tip = f"{part.what}, {part.end - part.begin:.1f} us: {call.events[part.index].label or call.events[part.index].name}"
+        scene.rect(LEFT + part.begin * scale, y, (part.end - part.begin) * scale, PATH, color, tip)
+
+
+def _is_bare(part, exposed) -> bool:
+    """Whether most of the part is exposed communication."""
+    return length(union(exposed)) > 0 and 2 * length(
+        [(max(part.begin, begin), min(part.end, end)) for begin, end in exposed if begin < part.end and part.begin < end]
+    ) > part.end - part.begin
+
+
+def _event(scene: Scene, event, busy, y: float, scale: float) -> None:
+    x, width = LEFT + event.begin * scale, event.duration * scale
+    tip = f"{event.label + ': ' if event.label else ''}{event.name[:90]}, {event.begin:.1f} to {event.end:.1f} us"
+    scene.rect(x, y + 2, max(width, 0.3), LANE - 4, COLORS[event.kind], tip)
+    if not event.computes:
+        for begin, end in without([(event.begin, event.end)] if width else [], busy):
+            scene.rect(LEFT + begin * scale, y + 2, (end - begin) * scale, LANE - 4, EXPOSED, f"exposed: {tip}")
+    for text in (event.label, _short(event.label)):
+        if text and len(text) * CHARACTER * 10.5 + 4 < width:
+            scene.text(x + width / 2, y + LANE / 2 + 4, text, 10.5, "#fff", "middle")
+            return
+
+
+def _short(label: str | None) -> str:
+    """`dispatch 0` as D0, `combine' 1` as C1', as schedules are printed."""
+    if not label:
+        return ""
+    name, _, chunk = label.rpartition(" ")
+    mark = "'" if name.endswith("'") else ""
+    return {"d": "D", "c": "C"}.get(name[:1], name[:1]) + chunk + mark
+
+
+def _axis(scene: Scene, total: float, scale: float, y: float) -> None:
+    step = next(step for step in (10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10**4, 10**5, 10**9) if total / step <= 16)
+    scene.rect(LEFT, y, total * scale, 1, _SOFT)
+    for mark in range(int(total / step) + 1):
+        scene.rect(LEFT + mark * step * scale, y, 1, 5, _SOFT)
+        scene.text(LEFT + mark * step * scale, y + 18, f"{mark * step / 1e3:g}", 10.5, _SOFT, "middle")
+    scene.text(16, y + 18, "time, ms", 10.5, _SOFT)
+
+
+def _legend(scene: Scene, calls: list[Call], y: float) -> None:
+    present = {event.kind for call in calls for event in call.events}
+    present |= {part.what for call in calls for part in critical_path(call.events, call.dependencies)}
+    entries = [(COLORS[kind], text) for kind, text in _LEGEND if kind in present]
+    x = 16.0
+    for color, text in [*entries, (EXPOSED, "exposed communication")]:
+        scene.rect(x, y - 10, 12, 12, color)
+        scene.text(x + 17, y, text, 11)
+        x += 17 + len(text) * CHARACTER * 11 + 18
