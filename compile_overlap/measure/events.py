@@ -19,11 +19,10 @@ they count as communication.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any, Iterable
+from typing import Iterable
 
 from .intervals import Span, union
 
@@ -111,38 +110,3 @@ def computation(events: Iterable[Event]) -> list[Span]:
 
 def communication(events: Iterable[Event]) -> list[Span]:
     return union((event.begin, event.end) for event in events if not event.computes)
-
-
-def to_json(event: Event) -> dict[str, Any]:
-    """As it stands in a `trace` record."""
-    optional = {"stream": event.stream, "launched_us": event.launched, "label": event.label}
-    return {
-        "name": event.name[:160],
-        "lane": event.lane,
-        "kind": event.kind,
-        "begin_us": event.begin,
-        "duration_us": event.duration,
-        **{key: value for key, value in optional.items() if value is not None},
-    }
-
-
-def from_json(kernels: Any) -> tuple[Event, ...]:
-    """The events of a `trace` record's `kernels`, also of records from before lanes had kinds: those go by the names.
-
-    Raises ValueError for what is not such a list.
-    """
-    if not isinstance(kernels, list) or not kernels:
-        raise ValueError(f"kernels = {str(kernels)[:80]}: must be a list of events that is not empty")
-    events = []
-    for index, kernel in enumerate(kernels):
-        try:
-            begin, duration = float(kernel["begin_us"]), float(kernel["duration_us"])
-            kind = kernel.get("kind") or kind_of(kernel["name"])
-            optional = (kernel.get(key) for key in ("stream", "launched_us", "label"))
-            event = Event(str(kernel["name"]), kind, begin, begin + duration, *optional)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"kernels[{index}] = {str(kernel)[:80]}: must have name, begin_us and duration_us") from error
-        if event.kind not in KINDS or not duration >= 0 or not math.isfinite(begin + duration):
-            raise ValueError(f"kernels[{index}] = {str(kernel)[:80]}: must be of a known kind, with finite times")
-        events.append(event)
-    return tuple(sorted(events, key=lambda event: (event.begin, event.end)))

@@ -81,7 +81,8 @@ def trace_figures(
     """
     events = call.events
     compute, network = computation(events), communication(events)
-    total, hidden = length(network), length(common(network, compute))
+    total = length(network)
+    hidden = min(total, length(common(network, compute)))  # pieces round
     combines = [event for event in events if event.kind == kinds.COMBINE]
     excess = _excess(combines, local_combine_us)
     path = critical_path(events, call.dependencies)

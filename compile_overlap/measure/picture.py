@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Sequence
 
 from .critical_path import HOST, IDLE, LATENCY, critical_path
-from .events import COMBINE, COPY, EPILOGUE, GEMM, LANES, LOCAL_COPY, NCCL, OTHER, communication, computation
+from .events import COMBINE, COPY, EPILOGUE, GEMM, LANES, LOCAL_COPY, NCCL, OTHER, Event, computation
 from .figures import trace_figures
-from .intervals import length, union, without
+from .intervals import Span, union, without
 from .kineto import Call
 from .scene import CHARACTER, Scene
 
@@ -20,7 +20,7 @@ EXPOSED = "#d62728"
 COLORS = {
     GEMM: "#3b76c4", COMBINE: "#6a5acd", EPILOGUE: "#3f9a55", OTHER: "#a9b4c2", LOCAL_COPY: "#c9c2a9", COPY: "#2b9aa5",
     NCCL: "#e3a23c", "store": "#c98b1f", "signal": "#8a6d3b", "wait": "#8a6d3b", "barrier": "#8a6d3b",
-    HOST: "#4a4a4a", LATENCY: "#8c8c8c", IDLE: "#c4c4c4",
+    HOST: "#4a4a4a", LATENCY: "#8c8c8c", IDLE: "#efe0a8",
 }  # fmt: skip
 _LEGEND = (
     (GEMM, "GEMM"), (COMBINE, "GEMM that stores to its peers"), (EPILOGUE, "gated norm"), (OTHER, "other kernels"),
@@ -65,28 +65,26 @@ def _panel(scene: Scene, heading: str, call: Call, lanes: list[str], top: float,
             _event(scene, event, busy, y, scale)
         y += LANE + GAP
     scene.text(16, y + PATH - 2, "critical path", 11, _SOFT)
-    exposed = without(communication(call.events), busy)
     for part in critical_path(call.events, call.dependencies):
-        bare = part.what not in COLORS or _is_bare(part, exposed)
-        color = EXPOSED if bare else COLORS[part.what]
-        tip = f"{part.what}, {part.end - part.begin:.1f} us: {call.events[part.index].label or call.events[part.index].name}"
-        scene.rect(LEFT + part.begin * scale, y, (part.end - part.begin) * scale, PATH, color, tip)
+        event = call.events[part.index]
+        tip = f"{part.what}, {part.end - part.begin:.1f} us: {event.label or event.name[:90]}"
+        bare_under = None if event.computes or part.what != event.kind else busy
+        _bar(scene, (part.begin, part.end), y, PATH, scale, part.what, tip, bare_under)
 
 
-def _is_bare(part, exposed) -> bool:
-    """Whether most of the part is exposed communication."""
-    return length(union(exposed)) > 0 and 2 * length(
-        [(max(part.begin, begin), min(part.end, end)) for begin, end in exposed if begin < part.end and part.begin < end]
-    ) > part.end - part.begin
+def _bar(scene: Scene, span: Span, y: float, height: float, scale: float, kind: str, tip: str, busy: list[Span] | None) -> None:
+    """A span in its kind's colour; of communication, what does not lie under the computation `busy` in red."""
+    begin, end = span
+    scene.rect(LEFT + begin * scale, y, max((end - begin) * scale, 0.3), height, COLORS[kind], tip)
+    for begin, end in without(union([span]), busy) if busy is not None else ():
+        scene.rect(LEFT + begin * scale, y, (end - begin) * scale, height, EXPOSED, f"exposed: {tip}")
 
 
-def _event(scene: Scene, event, busy, y: float, scale: float) -> None:
+def _event(scene: Scene, event: Event, busy: list[Span], y: float, scale: float) -> None:
     x, width = LEFT + event.begin * scale, event.duration * scale
     tip = f"{event.label + ': ' if event.label else ''}{event.name[:90]}, {event.begin:.1f} to {event.end:.1f} us"
-    scene.rect(x, y + 2, max(width, 0.3), LANE - 4, COLORS[event.kind], tip)
-    if not event.computes:
-        for begin, end in without([(event.begin, event.end)] if width else [], busy):
-            scene.rect(LEFT + begin * scale, y + 2, (end - begin) * scale, LANE - 4, EXPOSED, f"exposed: {tip}")
+    span = event.begin, event.end
+    _bar(scene, span, y + 2, LANE - 4, scale, event.kind, tip, None if event.computes else busy)
     for text in (event.label, _short(event.label)):
         if text and len(text) * CHARACTER * 10.5 + 4 < width:
             scene.text(x + width / 2, y + LANE / 2 + 4, text, 10.5, "#fff", "middle")

@@ -1,8 +1,9 @@
 """The JSON records: what a run was, where it ran, and every rank's raw samples.
 
 Kinds: ``full`` (the whole block), ``comp-only`` (exchanges removed; not a layer latency), and ``comparison``
-(several modes, and variants of them as ``mode:variant``, measured in one run, see compare.py), and ``sweep`` (ratios
-of many comparisons, see sweep.py).
+(several modes, and variants of them as ``mode:variant``, measured in one run, see compare.py), ``sweep`` (ratios of many
+comparisons, see sweep.py), and ``overlap-measurement`` (a comparison with figures of what was hidden, and of device traces,
+see scripts/measure.py).
 """
 
 import json
@@ -17,7 +18,8 @@ from pathlib import Path
 import torch
 
 SCHEMA_VERSION = 1
-KINDS = ("full", "comp-only", "comparison", "sweep")
+COMPARISON, OVERLAP = "comparison", "overlap-measurement"
+KINDS = ("full", "comp-only", COMPARISON, "sweep", OVERLAP)
 _TEXT_OR_NONE = (str, type(None))
 _COMMON = {"schema": int, "kind": str, "configuration": dict, "environment": dict, "world_size": int, "pass": str,
            "plugin": _TEXT_OR_NONE, "exchange": dict, "checks": dict, "peak_memory_bytes": list}
@@ -26,6 +28,7 @@ _SINGLE = {**_COMMON, "transport": _TEXT_OR_NONE, "samples_s": list, "rank0": di
            "output_shape": list}
 _COMPARISON = {**_COMMON, "rounds": int, "transports": dict, "measurements": dict, "summary": dict,
                "full_batch": dict}
+_OVERLAP = {**_COMPARISON, "hiding": dict, "traces": dict, "trace_note": _TEXT_OR_NONE}
 _SWEEP = {"schema": int, "kind": str, "environment": dict, "world_size": int, "pass": str, "shapes": str, "modes": dict}
 _VARIANTS = {"variants": dict, "failed": dict}  # of a comparison, absent from older records
 _STATISTICS = ("mean_s", "p50_s", "p90_s", "p99_s", "max_rank_median_s")
@@ -105,7 +108,7 @@ def validate(record):
     kind = record.get("kind")
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r}: allowed are {', '.join(KINDS)}")
-    fields = {"comparison": _COMPARISON, "sweep": _SWEEP}.get(kind, _SINGLE)
+    fields = {COMPARISON: _COMPARISON, OVERLAP: _OVERLAP, "sweep": _SWEEP}.get(kind, _SINGLE)
     for name, expected in fields.items():
         if name not in record:
             raise ValueError(f"record field {name!r} is missing")
@@ -117,11 +120,13 @@ def validate(record):
         raise ValueError(f"pass={record['pass']!r}: allowed are forward, forward+backward")
     if kind == "sweep":
         return _validate_sweep(record)
-    if kind == "comparison":
+    if kind in (COMPARISON, OVERLAP):
         _validate_variants(record)
-    measurements = record["measurements"] if kind == "comparison" else {kind: record}
+    measurements = record["measurements"] if kind in (COMPARISON, OVERLAP) else {kind: record}
     for name, measurement in measurements.items():
         _validate_measurement(name, measurement, record)
+    if kind == OVERLAP:
+        _validate_hiding(record)
     return record
 
 
@@ -134,6 +139,30 @@ def _validate_sweep(record):
         if not math.isclose(mean, values["geometric_mean"]):
             raise ValueError(f"modes.{mode}.geometric_mean={values['geometric_mean']}: the shapes' is {mean}")
     return record
+
+
+def _validate_hiding(record):
+    """Times are those of the measurements, fractions follow from them, and a trace hides no more than it communicates."""
+    medians = {name: value["slowest_rank"]["p50_s"] for name, value in record["measurements"].items()}
+    for mode, values in record["hiding"].items():
+        times, slowest = values["slowest_rank"]["times_s"], values["slowest_rank"]
+        if (times["serial"], times["overlap"]) != (medians["none"], medians.get(mode)):
+            raise ValueError(f"hiding.{mode}.slowest_rank.times_s={times}: must be the medians of none and {mode}")
+        communication, hidden = times["comm"], slowest["hidden_fraction"]
+        expected = (times["serial"] - times["overlap"]) / communication if communication else None
+        unknown = None in (hidden, expected)
+        if hidden is not expected if unknown else not math.isclose(hidden, expected, abs_tol=1e-12):
+            raise ValueError(f"hiding.{mode}.slowest_rank.hidden_fraction={hidden}: the times' is {expected}")
+        if len(values["ranks"]) != record["world_size"]:
+            raise ValueError(f"hiding.{mode}.ranks: must be of {record['world_size']} rank(s), has {len(values['ranks'])}")
+    if set(record["traces"]) != set(record["hiding"]):
+        raise ValueError(f"traces={sorted(record['traces'])}: must be of the modes {sorted(record['hiding'])}, or null")
+    for mode, trace in record["traces"].items():
+        if trace is None and not record["trace_note"]:
+            raise ValueError(f"traces.{mode}=None: trace_note must say why there is none")
+        for figures in trace["ranks"] if trace else ():
+            if not 0 <= figures["hidden_us"] <= figures["communication_us"] <= figures["span_us"]:
+                raise ValueError(f"traces.{mode}: must hold 0 <= hidden_us <= communication_us <= span_us, has {figures}")
 
 
 def _validate_variants(record):
