@@ -3,8 +3,8 @@ r"""Draws traces that `trace_overlap.py` or `measure.py` wrote, below one anothe
 
     python scripts/draw_trace.py --output picture.svg MODE.trace.json [MODE.trace.json ...]
 
-The title says where the traces lie, as given. An output that ends in .png needs matplotlib. The same traces give the same
-bytes of SVG.
+The title says where the traces lie, as given. An output that ends in .png needs matplotlib. The same traces give the
+same bytes of SVG.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from compile_overlap.measure import trace_figures  # noqa: E402
 from compile_overlap.measure.picture import draw  # noqa: E402
 from compile_overlap.measure.records import call_from_record  # noqa: E402
 from compile_overlap.measure.scene import Scene  # noqa: E402
@@ -28,7 +29,8 @@ def picture(files: list[Path]) -> Scene:
         content = json.loads(file.read_text())
         try:
             call, environment = call_from_record(content), content["environment"]
-            panels.append((f"{content['mode']}, {content['pass']}", call))
+            figures = trace_figures(call) | content["ranks"][0]  # older records have fewer
+            panels.append((f"{content['mode']}, {content['pass']}", call, figures))
             devices.append(f"{len(content['ranks'])} x {environment['device']}, torch {environment['torch']}")
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{file}: is not a trace of trace_overlap.py: {error!r}") from error

@@ -9,9 +9,9 @@ reference `none`, our own kernels in sequence (`kernel:sequential`), the overlap
 exchanges, and the exchanges alone; it then profiles the overlapped modes and the exchanges. What the figures are:
 `compile_overlap/measure/figures.py`.
 
-Writes OUTPUT/measurement[_backward].json (or --json FILE), a record of kind `overlap-measurement` with all raw samples, and
-for each overlapped mode the files of `trace_overlap.py`. Without CUDA there are no device traces: the record says so and
-holds the figures of the times.
+Writes OUTPUT/measurement[_backward].json (or --json FILE), a record of kind `overlap-measurement` with all raw
+samples, and for each overlapped mode the files of `trace_overlap.py`. Without CUDA there are no device traces: the
+record says so and holds the figures of the times.
 """
 
 from __future__ import annotations
@@ -122,17 +122,20 @@ def table(result: dict[str, Any]) -> str:
         shares = ("hidden_fraction", "hidden_fraction_own", "e_overlap", "e_overlap_flux")
         cells = "".join(f"{_percent(figures[share]):>9}" for share in shares)
         lines.append(f"{mode:<{width}}{cells}{figures['exposed_s'] * 1e6:>12.1f}")
-    lines.append("hidden = (T_none - T) / T_comm; own: against kernel:sequential; E = (T_comm + T_compute - T) / the smaller")
+    lines.append(
+        "hidden = (T_none - T) / T_comm; own: against kernel:sequential; E = (T_comm + T_compute - T) / the smaller"
+    )
     for mode, trace in result["traces"].items():
         if trace:
             rank = trace["slowest_rank"]
             figures = trace["ranks"][rank]
-            inflation = figures["inflation"]
+            communication_us, inflation = figures["communication_us"], figures["inflation"]
+            on_path_us = figures["critical_path_communication_us"]
             lines.append(
-                f"trace of {mode}, rank {rank}: {figures['hidden_fraction']:.1%} of {figures['communication_us']:.0f} us "
+                f"trace of {mode}, rank {rank}: {figures['hidden_fraction']:.1%} of {communication_us:.0f} us "
                 f"of communication hidden, {figures['exposed_us']:.0f} us exposed, "
                 f"inflation {'-' if inflation is None else format(inflation, '.2f')}, "
-                f"{figures['critical_path_communication_us']:.0f} us of it on the critical path of {figures['span_us']:.0f} us"
+                f"{on_path_us:.0f} us of it on the critical path of {figures['span_us']:.0f} us"
             )
     return "\n".join([*lines, *([f"note: {result['trace_note']}"] if result["trace_note"] else [])])
 

@@ -4,8 +4,8 @@ r"""What runs beside what on the GPU: a profile of one or more modes, and how mu
     python -m torch.distributed.run --standalone --nproc-per-node 2 scripts/trace_overlap.py \
         --modes kernel,kernel:naive --output traces [the benchmark's flags, --backward among them]
 
-For each mode every rank profiles `--iterations` calls under the benchmark's protocol; the first is dropped, and all ranks
-keep the one whose slowest rank was fastest. What the figures are: `compile_overlap/measure/figures.py`. Writes
+For each mode every rank profiles `--iterations` calls under the benchmark's protocol; the first is dropped, and all
+ranks keep the one whose slowest rank was fastest. What the figures are: `compile_overlap/measure/figures.py`. Writes
 
     MODE.trace.json      the events of rank 0 and the figures of all ranks
     MODE.trace.txt       the figures, and for each of rank 0's exchanges what ran beside it
@@ -89,7 +89,9 @@ def _run(parser, options, workload, modes) -> None:
     workload.runtime.barrier()
 
 
-def trace_mode(workload: Any, mode: str, alone_us: list[float] | None = None) -> tuple[list[Call], list[dict[str, Any]]]:
+def trace_mode(
+    workload: Any, mode: str, alone_us: list[float] | None = None
+) -> tuple[list[Call], list[dict[str, Any]]]:
     """The traced call of each rank, its events named, and its figures, on every rank.
 
     `alone_us`: for each rank the communication of the exchanges alone; it is compared with that of modes which exchange
@@ -160,7 +162,10 @@ def write_trace(parser, options, workload, mode, calls, figures) -> tuple[str, d
     }
     text, worst = describe(content, calls[0]), slowest(figures)
     title = f"{mode}, {content['pass']}, rank {worst} of {len(calls)}"
-    scene = draw([(mode, calls[worst])], f"{title}: {content['environment']['device']}, torch {torch.__version__}")
+    scene = draw(
+        [(mode, calls[worst], figures[worst])],
+        f"{title}: {content['environment']['device']}, torch {torch.__version__}",
+    )
     facts = {key: content[key] for key in ("mode", "pass", "environment")}
     files = {
         "trace": (f"{name}.trace.json", json.dumps(content, indent=1) + "\n"),

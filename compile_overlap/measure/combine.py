@@ -16,7 +16,7 @@ from .naming import schedules_of
 def local_combine_us(
     layout: Layout, plan: Plan, dtype: torch.dtype, device: torch.device, backward: bool
 ) -> dict[str, float]:
-    """Microseconds of each chunk's `gemm_combine` with local stores, by the name of its exchange; nothing runs beside it.
+    """Microseconds of each chunk's `gemm_combine` with local stores, by its exchange's name; nothing runs beside it.
 
     Medians of `triton.testing.do_bench`, the L2 cache flushed before each call. Needs CUDA.
     """

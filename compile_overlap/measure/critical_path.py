@@ -1,7 +1,8 @@
 """The dependency critical path of a call on one rank: the chain of events that its length is made of.
 
-From the event that ends last, each step goes to the event it waited for longest: of those that had to end before it, the
-one that ended last. What lies between two events of the chain is time in which the device had nothing of the chain to do:
+From the event that ends last, each step goes to the event it waited for longest: of those that had to end before it,
+the one that ended last. What lies between two events of the chain is time in which the device had nothing of the
+chain to do:
 
     host      the later event's launch came after the earlier one's end: the device waited for the host
     latency   it had been launched: the device's own gap
@@ -14,8 +15,8 @@ Where the trace has none they are inferred: an event follows the previous one of
 communication), and the last of the other side to end before it began. An event can be taken for a cause then that only
 happened to end in a gap, so that communication's part of the path is an upper bound.
 
-Limits: the path stays on one rank. What an exchange or a barrier waited for on another one is part of its own time, and a
-host that waits for another rank is `host`.
+Limits: the path stays on one rank. What an exchange or a barrier waited for on another one is part of its own time,
+and a host that waits for another rank is `host`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _TOLERANCE_US = 0.5  # of an end that is compared with a begin: timestamps of di
 
 
 class Part(NamedTuple):
-    """A stretch of the path in microseconds: an event (its index and kind), or what kept it waiting (index of the event)."""
+    """A stretch of the path in microseconds: of event `index` by its kind, or of what kept it waiting."""
 
     index: int
     what: str

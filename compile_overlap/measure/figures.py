@@ -5,22 +5,23 @@ Times judge, traces explain: a profiler slows the host down, and one call is one
 Of times in seconds, with T_serial the sequential reference, T_own the overlapped layer's own kernels in sequence (one
 chunk), T_comm the exchanges alone, T_compute and T_own_compute the two without their exchanges:
 
-    hidden_fraction      (T_serial - T_overlap) / T_comm: the assignment's estimate, negative where it is slower. It counts
-                         faster kernels as hidden communication
+    hidden_fraction      (T_serial - T_overlap) / T_comm: the assignment's estimate, negative where it is slower. It
+                         counts faster kernels as hidden communication
     hidden_fraction_own  (T_own - T_overlap) / T_comm: the same against our own kernels
-    e_overlap            (T_comm + T_own_compute - T_overlap) / min(T_comm, T_own_compute): how much of the shorter of the
-                         two ran beside the other; 1 where the longer one alone is left, 0 in sequence. Our definition
-    e_overlap_flux       1 - (T_overlap - T_best) / (T_serial - T_best), T_best the faster of the two computations: Flux's
-                         overlap efficiency (Chang et al., 2024, arXiv:2406.06858). It charges whatever is not the best
-                         computation to communication
+    e_overlap            (T_comm + T_own_compute - T_overlap) / min(T_comm, T_own_compute): how much of the shorter of
+                         the two ran beside the other; 1 where the longer one alone is left, 0 in sequence. Our
+                         definition
+    e_overlap_flux       1 - (T_overlap - T_best) / (T_serial - T_best), T_best the faster of the two computations:
+                         Flux's overlap efficiency (Chang et al., 2024, arXiv:2406.06858). It charges whatever is not
+                         the best computation to communication
     exposed_s            T_overlap - T_own_compute
 
 Of a trace, from unions of intervals and never from sums of durations (what counts as which: `events`):
 
     hidden_fraction      share of the communication's union that lies under the computation's
     exposed_us           communication outside the computation, plus `combine_excess_us`
-    combine_excess_us    by how much GEMMs that store into the peers' memory took longer than with local stores; None where
-                         that was not measured, and then `exposed_us` is a lower bound
+    combine_excess_us    by how much GEMMs that store into the peers' memory took longer than with local stores; None
+                         where that was not measured, and then `exposed_us` is a lower bound
     inflation            communication's union over that of the same exchanges alone
     idle_us              time before the last computation in which none runs
     critical_path_us     see `critical_path`

@@ -6,8 +6,8 @@ The trace is the JSON that `torch.profiler.profile.export_chrome_trace` writes. 
   launched it; it counts up, so it is the order of launches.
 - `cuda_runtime`, `cuda_driver`: these calls; an event was launched when its call had ended.
 - `user_annotation`: our ranges (`compile_overlap.ranges`); an event launched inside one is labelled with its name.
-- `cuda_sync`, if the profiler was asked for them (`enable_cuda_sync_events`): a stream waits for what another stream had
-  been given before an event was recorded there. With the order on each stream, these are all dependencies of a rank.
+- `cuda_sync`, if the profiler was asked for them (`enable_cuda_sync_events`): a stream waits for what another stream
+  had been given before an event was recorded there. With the order on each stream, these are all dependencies of a rank.
 
 A trace of several calls is cut at a marker that the timing protocol launches before each of them.
 """
@@ -72,7 +72,9 @@ def calls_of(trace: Any, marker: str = MARKER) -> list[Call]:
     Raises ValueError for what is not a trace of torch.profiler, and for one without such a call.
     """
     entries = _entries(trace)
-    device = sorted((each for each in entries if each["cat"] in _DEVICE), key=lambda each: (each["ts"], each["ts"] + each["dur"]))
+    device = sorted(
+        (each for each in entries if each["cat"] in _DEVICE), key=lambda each: (each["ts"], each["ts"] + each["dur"])
+    )
     runs: list[list[dict]] = []
     for each in device:
         if marker in each["name"]:
@@ -81,7 +83,9 @@ def calls_of(trace: Any, marker: str = MARKER) -> list[Call]:
             runs[-1].append(each)
     runs = [run for run in runs if run]
     if not runs:
-        raise ValueError(f"trace: must hold a kernel named {marker!r} with others behind it, has {len(device)} device events")
+        raise ValueError(
+            f"trace: must hold a kernel named {marker!r} with others behind it, has {len(device)} device events"
+        )
     host, syncs = _Host(entries), [each for each in entries if each["cat"] == "cuda_sync"]
     return [_call(run, host, syncs) for run in runs]
 
@@ -93,14 +97,16 @@ def _entries(trace: Any) -> list[dict]:
         raise ValueError(f"trace = {str(trace)[:60]}: must be a Chrome trace, an object with a list of traceEvents")
     entries = []
     for index, each in enumerate(listed):
-        if not isinstance(each, dict):
-            raise ValueError(f"traceEvents[{index}] = {str(each)[:60]}: must be an object")
+        if not isinstance(each, dict) or not isinstance(each.get("args", {}), dict):
+            raise ValueError(f"traceEvents[{index}] = {str(each)[:60]}: must be an object, with args that are one")
         if each.get("ph") != "X":
             continue
         times = each.get("ts"), each.get("dur", 0)
         numbers = all(isinstance(value, (int, float)) and math.isfinite(value) for value in times)
         if not numbers or times[1] < 0 or not isinstance(each.get("name"), str):
-            raise ValueError(f"traceEvents[{index}] = {str(each)[:60]}: must have a name, and finite ts and dur of at least 0")
+            raise ValueError(
+                f"traceEvents[{index}] = {str(each)[:60]}: must have a name, and finite ts and dur of at least 0"
+            )
         entries.append({"cat": "", "args": {}, **each, "dur": times[1]})
     return entries
 

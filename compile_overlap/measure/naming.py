@@ -1,11 +1,11 @@
 """Names for a call's exchanges and GEMMs: matched one by one with the steps of its schedule, which fixes their order.
 
-One communicator runs its exchanges in the order of their starts, and a stream its GEMMs, so the n-th event is the n-th
-step. Where the counts differ (another layer beside this one, a GEMM that runs as several kernels) nothing of that kind is
-named. Events that a profiler range has named keep that name.
+One communicator runs its exchanges in the order of their starts, and a stream its GEMMs, so the n-th event is the
+n-th step. Where the counts differ (another layer beside this one, a GEMM that runs as several kernels) nothing of
+that kind is named. Events that a profiler range has named keep that name.
 
-Limit: the schedule is built from the plan. Where a backward runs the chunks in reverse and their sizes, set by hand, are
-no palindrome, its starts can have another order than the one that is assumed here.
+Limit: the schedule is built from the plan. Where a backward runs the chunks in reverse and their sizes, set by hand,
+are no palindrome, its starts can have another order than the one that is assumed here.
 """
 
 from __future__ import annotations

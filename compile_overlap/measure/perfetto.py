@@ -1,7 +1,7 @@
 """A call as a Chrome trace: one process a rank, one track a lane, what is exposed and the critical path below them.
 
-The file opens in ui.perfetto.dev and chrome://tracing. Times are microseconds from the first rank's first event; ranks of
-one host share a clock, those of several hosts do not.
+The file opens in ui.perfetto.dev and chrome://tracing. Times are microseconds from the first rank's first event;
+ranks of one host share a clock, those of several hosts do not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,13 @@ def _process(rank: int, call: Call, shift: float) -> Iterable[dict[str, Any]]:
     yield _name("process_sort_index", rank, 0, {"sort_index": rank})
     for lane_index, lane in enumerate(LANES):
         slices = [
-            (event.begin, event.end, event.label or event.name, event.kind, {"kernel": event.name, "stream": event.stream})
+            (
+                event.begin,
+                event.end,
+                event.label or event.name,
+                event.kind,
+                {"kernel": event.name, "stream": event.stream},
+            )
             for event in call.events
             if event.lane == lane
         ]

@@ -29,7 +29,9 @@ def call_from_record(record: dict[str, Any]) -> Call:
     if dependencies is not None:
         numbers = {number for each in dependencies for number in each}
         if len(dependencies) != len(events) or not numbers <= set(range(len(events))):
-            raise ValueError(f"dependencies = {str(dependencies)[:80]}: must be indices of events, for each of {len(events)}")
+            raise ValueError(
+                f"dependencies = {str(dependencies)[:80]}: must be indices of events, for each of {len(events)}"
+            )
         dependencies = tuple(tuple(each) for each in dependencies)
     return Call(events, 0.0, dependencies)
 

@@ -20,11 +20,20 @@ class Scene:
     rects: list[tuple] = field(default_factory=list)
     texts: list[tuple] = field(default_factory=list)
 
-    def rect(self, x: float, y: float, width: float, height: float, fill: str, tip: str = "", opacity: float = 1.0) -> None:
+    def rect(
+        self, x: float, y: float, width: float, height: float, fill: str, tip: str = "", opacity: float = 1.0
+    ) -> None:
         self.rects.append((x, y, width, height, fill, tip, opacity))
 
     def text(
-        self, x: float, y: float, text: str, size: float = 12, fill: str = "#1d2430", anchor: str = "start", bold: bool = False
+        self,
+        x: float,
+        y: float,
+        text: str,
+        size: float = 12,
+        fill: str = "#1d2430",
+        anchor: str = "start",
+        bold: bool = False,
     ) -> None:
         """`y` is the baseline; `anchor` is start, middle or end."""
         self.texts.append((x, y, text, size, fill, anchor, bold))

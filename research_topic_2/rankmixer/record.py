@@ -1,9 +1,9 @@
 """The JSON records: what a run was, where it ran, and every rank's raw samples.
 
-Kinds: ``full`` (the whole block), ``comp-only`` (exchanges removed; not a layer latency), and ``comparison``
-(several modes, and variants of them as ``mode:variant``, measured in one run, see compare.py), ``sweep`` (ratios of many
-comparisons, see sweep.py), and ``overlap-measurement`` (a comparison with figures of what was hidden, and of device traces,
-see scripts/measure.py).
+Kinds: ``full`` (the whole block), ``comp-only`` (exchanges removed; not a layer latency), and ``comparison`` (several
+modes, and variants of them as ``mode:variant``, measured in one run, see compare.py), ``sweep`` (ratios of many
+comparisons, see sweep.py), and ``overlap-measurement`` (a comparison with figures of what was hidden, and of device
+traces, see scripts/measure.py).
 """
 
 import json
@@ -142,7 +142,7 @@ def _validate_sweep(record):
 
 
 def _validate_hiding(record):
-    """Times are those of the measurements, fractions follow from them, and a trace hides no more than it communicates."""
+    """Times are the measurements', fractions follow from them, a trace hides no more than it communicates."""
     medians = {name: value["slowest_rank"]["p50_s"] for name, value in record["measurements"].items()}
     for mode, values in record["hiding"].items():
         times, slowest = values["slowest_rank"]["times_s"], values["slowest_rank"]
@@ -154,7 +154,7 @@ def _validate_hiding(record):
         if hidden is not expected if unknown else not math.isclose(hidden, expected, abs_tol=1e-12):
             raise ValueError(f"hiding.{mode}.slowest_rank.hidden_fraction={hidden}: the times' is {expected}")
         if len(values["ranks"]) != record["world_size"]:
-            raise ValueError(f"hiding.{mode}.ranks: must be of {record['world_size']} rank(s), has {len(values['ranks'])}")
+            raise ValueError(f"hiding.{mode}.ranks={values['ranks']}: must be of {record['world_size']} rank(s)")
     if set(record["traces"]) != set(record["hiding"]):
         raise ValueError(f"traces={sorted(record['traces'])}: must be of the modes {sorted(record['hiding'])}, or null")
     for mode, trace in record["traces"].items():
@@ -162,7 +162,7 @@ def _validate_hiding(record):
             raise ValueError(f"traces.{mode}=None: trace_note must say why there is none")
         for figures in trace["ranks"] if trace else ():
             if not 0 <= figures["hidden_us"] <= figures["communication_us"] <= figures["span_us"]:
-                raise ValueError(f"traces.{mode}: must hold 0 <= hidden_us <= communication_us <= span_us, has {figures}")
+                raise ValueError(f"traces.{mode}={figures}: must hold 0 <= hidden_us <= communication_us <= span_us")
 
 
 def _validate_variants(record):

@@ -67,7 +67,8 @@ def _calls(rank, folder):
 
     named = [event.name for event in sorted(profiler.events(), key=lambda event: event.time_range.start)]
     return {
-        "equal": all(torch.equal(*pair) for pair in zip(plain, profiled)) and all(torch.equal(plain[0], g) for g in graphs),
+        "equal": all(torch.equal(*pair) for pair in zip(plain, profiled))
+        and all(torch.equal(plain[0], g) for g in graphs),
         "ranges": [name for name in named if ranges.is_ours(name)],
         "compiled": counters["stats"]["unique_graphs"],
     }

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compile_overlap.measure import Call, Times, calls_of, slowest, time_figures, trace_figures
+from compile_overlap.layout import Layout
+from compile_overlap.measure import Call, Times, calls_of, combine, slowest, time_figures, trace_figures
 from compile_overlap.measure.critical_path import by_kind, critical_path
 from compile_overlap.measure.events import Event, kind_of, on_streams
 from compile_overlap.measure.intervals import common, length, union, without
@@ -21,10 +22,15 @@ from compile_overlap.schedule import Plan
 
 TRACES = sorted((Path(__file__).resolve().parents[2] / "reports" / "results").rglob("*.trace.json"))
 MAIN, NETWORK = 7, 20
-NVJET, SEND_RECV = "nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_NNT", "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
+NVJET, SEND_RECV = (
+    "nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_NNT",
+    "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)",
+)
 EPILOGUE = "triton_red_fused_add_mul_native_layer_norm_silu_split_unsqueeze_4"
 
-spans = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda pair: (pair[0], pair[0] + pair[1])), max_size=12)
+spans = st.lists(
+    st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda pair: (pair[0], pair[0] + pair[1])), max_size=12
+)
 
 
 def bitmap(merged):
@@ -63,7 +69,11 @@ def test_kinds(name, kind):
 
 def test_copies_beside_the_computation_are_communication():
     copy = "Memcpy DtoD (Device -> Device)"
-    events = [Event(NVJET, "gemm", 0, 9, MAIN), Event(copy, kind_of(copy), 1, 3, 30), Event(copy, kind_of(copy), 9, 10, MAIN)]
+    events = [
+        Event(NVJET, "gemm", 0, 9, MAIN),
+        Event(copy, kind_of(copy), 1, 3, 30),
+        Event(copy, kind_of(copy), 9, 10, MAIN),
+    ]
     assert [event.kind for event in on_streams(events)] == ["gemm", "copy", "local-copy"]
     assert [event.kind for event in on_streams(events[1:2])] == ["copy"]
 
@@ -75,7 +85,8 @@ def pipeline(launched=lambda index: None):
         ("c10d::symmetric_memory::wait_signal_kernel", 45, 60, MAIN), ("_gemm_combine", 60, 70, MAIN),
     ]  # fmt: skip
     return tuple(
-        Event(name, kind_of(name), begin, end, stream, launched(index)) for index, (name, begin, end, stream) in enumerate(rows)
+        Event(name, kind_of(name), begin, end, stream, launched(index))
+        for index, (name, begin, end, stream) in enumerate(rows)
     )
 
 
@@ -96,6 +107,15 @@ def test_a_combine_that_takes_longer_than_with_local_stores_is_exposed():
     assert trace_figures(Call(others[:3]))["combine_excess_us"] == 0
 
 
+def test_local_stores_are_timed_for_each_chunk_and_direction(monkeypatch):
+    monkeypatch.setattr(combine, "_median_us", lambda layout, size, backward, *_: size + 100.0 * backward)
+    layout, plan = Layout(P=2, B=4, T=16, D=8, H=16), Plan((2, 6), peers=True)
+    forward = combine.local_combine_us(layout, plan, None, None, backward=False)
+    assert forward == {"combine 0": 2, "combine 1": 6}
+    both = combine.local_combine_us(layout, plan, None, None, backward=True)
+    assert both == {**forward, "dispatch' 0": 102, "dispatch' 1": 106}
+
+
 def test_slowest_rank():
     assert slowest([{"span_us": 3.0}, {"span_us": 5.0}, {"span_us": 4.0}]) == 1
 
@@ -111,7 +131,11 @@ def test_critical_path_tiles_the_call_and_follows_dependencies():
 
 
 def test_the_critical_path_does_not_blame_an_exchange_that_nobody_waited_for():
-    events = (Event(NVJET, "gemm", 0, 10, MAIN), Event(SEND_RECV, "nccl", 5, 11, NETWORK), Event(NVJET, "gemm", 12, 20, MAIN))
+    events = (
+        Event(NVJET, "gemm", 0, 10, MAIN),
+        Event(SEND_RECV, "nccl", 5, 11, NETWORK),
+        Event(NVJET, "gemm", 12, 20, MAIN),
+    )
     assert by_kind(critical_path(events, [[], [], [0]])) == {"gemm": 18, "idle": 2}
     # Without dependencies it is blamed, and what it followed is not known.
     assert by_kind(critical_path(events)) == {"gemm": 8, "nccl": 6, "idle": 6}
@@ -132,7 +156,10 @@ events_on_two_streams = st.lists(
 @settings(max_examples=200, deadline=None)
 def test_any_critical_path_is_as_long_as_its_call(rows):
     events = sorted(
-        (Event(NVJET if gemm else SEND_RECV, "gemm" if gemm else "nccl", begin, begin + size) for gemm, begin, size in rows),
+        (
+            Event(NVJET if gemm else SEND_RECV, "gemm" if gemm else "nccl", begin, begin + size)
+            for gemm, begin, size in rows
+        ),
         key=lambda event: event.begin,
     )
     parts = critical_path(events)
@@ -169,17 +196,35 @@ def kineto(*rows, syncs=(), ranges=()):
     entries = []
     for call in range(2):
         start = 1000.0 * call
-        entries.append({"ph": "X", "cat": "kernel", "name": "at::cuda::spin_kernel(long)", "ts": start, "dur": 5, "args": {}})
+        entries.append(
+            {"ph": "X", "cat": "kernel", "name": "at::cuda::spin_kernel(long)", "ts": start, "dur": 5, "args": {}}
+        )
         entries += [
-            {"ph": "X", "cat": "gpu_memset", "name": "Memset (Device)", "ts": start + 900, "dur": 5, "args": {"stream": MAIN}},
-            {"ph": "X", "cat": "kernel", "name": "ncclDevKernel_AllReduce_Sum", "ts": start + 910, "dur": 5, "args": {}},
+            {
+                "ph": "X",
+                "cat": "gpu_memset",
+                "name": "Memset (Device)",
+                "ts": start + 900,
+                "dur": 5,
+                "args": {"stream": MAIN},
+            },
+            {
+                "ph": "X",
+                "cat": "kernel",
+                "name": "ncclDevKernel_AllReduce_Sum",
+                "ts": start + 910,
+                "dur": 5,
+                "args": {},
+            },
             {"ph": "X", "cat": "gpu_user_annotation", "name": "nccl:all_to_all", "ts": start, "dur": 500, "args": {}},
         ]
         for index, (name, begin, end, stream, launched) in enumerate(rows):
             correlation = 100 * call + 10 * index + 10
             cat = "gpu_memcpy" if name.startswith("Memcpy") else "kernel"
             args = {"stream": stream, "correlation": correlation}
-            entries.append({"ph": "X", "cat": cat, "name": name, "ts": start + 100 + begin, "dur": end - begin, "args": args})
+            entries.append(
+                {"ph": "X", "cat": cat, "name": name, "ts": start + 100 + begin, "dur": end - begin, "args": args}
+            )
             entries.append({
                 "ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": start + 99 + launched, "dur": 1, "tid": 1,
                 "args": {"correlation": correlation},
@@ -189,7 +234,9 @@ def kineto(*rows, syncs=(), ranges=()):
                 "cuda_sync_kind": "Stream Wait Event", "stream": waiting, "correlation": 100 * call + after,
                 "wait_on_stream": awaited, "wait_on_cuda_event_record_corr_id": 100 * call + before,
             }  # fmt: skip
-            entries.append({"ph": "X", "cat": "cuda_sync", "name": "Stream Wait Event", "ts": start, "dur": 0, "args": args})
+            entries.append(
+                {"ph": "X", "cat": "cuda_sync", "name": "Stream Wait Event", "ts": start, "dur": 0, "args": args}
+            )
         for name, begin, end in ranges:
             place = {"ts": start + 100 + begin, "dur": end - begin, "tid": 1}
             entries.append({"ph": "X", "cat": "user_annotation", "name": name, **place, "args": {}})
@@ -229,6 +276,7 @@ def test_without_waits_between_streams_dependencies_are_unknown():
 @pytest.mark.parametrize("trace, message", [
     (None, "must be a Chrome trace"), ([], "must be a Chrome trace"), ({"traceEvents": {}}, "must be a Chrome trace"),
     ({"traceEvents": [3]}, r"traceEvents\[0\] = 3: must be an object"),
+    ({"traceEvents": [{"ph": "X", "args": None}]}, "args that are one"),
     ({"traceEvents": [{"ph": "X", "name": "a", "ts": 1.0, "dur": -1}]}, "finite ts and dur"),
     ({"traceEvents": [{"ph": "X", "name": "a", "ts": float("nan"), "dur": 1}]}, "finite ts and dur"),
     ({"traceEvents": [{"ph": "X", "ts": 1.0, "dur": 1}]}, "must have a name"),
@@ -344,7 +392,7 @@ def test_events_that_overlap_in_a_lane_stand_in_tracks_of_their_own():
 
 def test_a_picture_has_the_same_bytes_and_marks_what_is_exposed():
     call = committed("kernel.trace.json")
-    pictures = {draw([("kernel", call)], "Forward <1>").svg() for _ in range(2)}
+    pictures = {draw([("kernel", call, trace_figures(call))], "Forward <1>").svg() for _ in range(2)}
     assert len(pictures) == 1
     svg = pictures.pop()
     assert "Forward &lt;1&gt;" in svg and "68% of it under computation" in svg
@@ -361,5 +409,6 @@ def test_a_picture_needs_a_call():
 
 def test_a_picture_as_png(tmp_path):
     pytest.importorskip("matplotlib")
-    draw([("kernel", Call(pipeline()))], "Forward").png(tmp_path / "picture.png")
+    call = Call(pipeline())
+    draw([("kernel", call, trace_figures(call))], "Forward").png(tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")

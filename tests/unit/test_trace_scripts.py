@@ -20,7 +20,9 @@ from rankmixer.runtime import Runtime  # noqa: E402
 from rankmixer.workload import Workload  # noqa: E402
 from test_measure import MAIN, NETWORK, NVJET, SEND_RECV, SYNCS, kineto  # noqa: E402
 
-SMALL = "--device cpu --no-compile --batch-size 2 --tokens 4 --dim 8 --k 2 --warmup 0 --num-tests 3 --no-l2-flush".split()
+SMALL = (
+    "--device cpu --no-compile --batch-size 2 --tokens 4 --dim 8 --k 2 --warmup 0 --num-tests 3 --no-l2-flush".split()
+)
 
 
 def workload_of(tmp_path, *arguments):
