@@ -29,6 +29,7 @@ import torch  # noqa: E402
 from rankmixer import plugins, record, variants  # noqa: E402
 from rankmixer.cli import guarded, make_timer, pass_name, prepare  # noqa: E402
 from rankmixer.options import add_common_options, configuration  # noqa: E402
+from rankmixer.runtime import choose_device  # noqa: E402
 
 from compile_overlap import api  # noqa: E402
 from compile_overlap.config import Settings  # noqa: E402
@@ -56,7 +57,7 @@ def check_trace_options(options: argparse.Namespace) -> None:
         import matplotlib  # noqa: F401
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="trace_overlap.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -64,15 +65,14 @@ def main() -> int:
     add_trace_options(parser, "traces")
     add_common_options(parser)
     parser.set_defaults(comp_only=False)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     modes = options.modes.split(",")
 
     def prepare_run():
         check_trace_options(options)
-        workload = prepare(options, {variants.parse(mode).mode for mode in modes})
-        if workload.runtime.device.type != "cuda":
+        if choose_device(options.device).type != "cuda":
             raise ValueError(f"device={options.device!r}: a trace needs CUDA devices")
-        return workload
+        return prepare(options, {variants.parse(mode).mode for mode in modes})
 
     return guarded(prepare_run, lambda workload: _run(parser, options, workload, modes))
 
@@ -113,7 +113,7 @@ def trace_mode(
 def followed_plan(workload: Any, mode: str) -> Plan | None:
     """The plan whose schedule a mode follows; None for other modes, plugins, and variants whose order is not ours."""
     variant = variants.parse(mode)
-    if variant.mode != "kernel" or plugins.plugin_name() != "compile_overlap":
+    if variant.mode != "kernel" or plugins.load_plugin() is not api.forward_ffn:
         return None
     with variant.applied(), torch.set_grad_enabled(workload.options.backward):
         layout = check_call(workload.block.ffn, workload.inputs)

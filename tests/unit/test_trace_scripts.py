@@ -98,6 +98,20 @@ def test_trace_options_are_checked(tmp_path):
         trace_overlap.check_trace_options(parser.parse_args(["--iterations", "1"]))
 
 
+@pytest.mark.parametrize("plugin", ["compile_overlap", None, "sequential_plugin"])
+def test_only_our_plugin_has_a_schedule(monkeypatch, tmp_path, plugin):
+    monkeypatch.delenv("A2A_FFN_KERNEL_PLUGIN")
+    if plugin:
+        monkeypatch.setenv("A2A_FFN_KERNEL_PLUGIN", plugin)
+    _, workload = workload_of(tmp_path)
+    assert (trace_overlap.followed_plan(workload, "kernel") is None) == (plugin == "sequential_plugin")
+
+
+def test_a_trace_needs_a_gpu(capsys):
+    assert trace_overlap.main(["--device", "cpu"]) == 2
+    assert "device='cpu': a trace needs CUDA devices" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("modes, message", [("none,kernel", "kernel:sequential too"), ("kernel", "none among")])
 def test_measure_refuses_modes_without_its_baselines(capsys, modes, message):
     assert measure.main([*SMALL, "--modes", modes]) == 2
