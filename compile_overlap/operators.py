@@ -15,7 +15,7 @@ from typing import Any, Callable
 
 import torch
 
-from . import compat
+from . import compat, ranges
 
 TAGS = torch.Tag.pt2_compliant_tag, *compat.LAYOUT_TAGS
 NAMESPACE = "compile_overlap"
@@ -28,8 +28,9 @@ def operator(kernel: Callable[..., Any]) -> torch._ops.OpOverload:
     name = kernel.__name__
     schema = torch.library.infer_schema(kernel, mutates_args=())
     LIBRARY.define(name + schema, tags=TAGS)
-    LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
-    setattr(direct, name, kernel)
+    run = ranges.named(kernel)
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    setattr(direct, name, run)
     return getattr(torch.ops.compile_overlap, name).default
 
 

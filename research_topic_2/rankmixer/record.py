@@ -1,14 +1,7 @@
-"""The JSON records: what a run was, where it ran, and every rank's raw samples.
-
-Kinds: ``full`` (the whole block), ``comp-only`` (exchanges removed; not a layer latency), and ``comparison``
-(several modes, and variants of them as ``mode:variant``, measured in one run, see compare.py; those of many shapes in
-one file, see results_file.py). ``calibration`` and ``simulation`` (scripts/calibrate.py, scripts/simulate.py) hold what
-was simulated, and say so: ``simulated`` is true.
-"""
+"""The JSON records: what a run was, where it ran, and every rank's raw samples; `schema` says what each kind holds."""
 
 import json
 import os
-import math
 import platform
 import resource
 import subprocess
@@ -17,23 +10,7 @@ from pathlib import Path
 
 import torch
 
-SCHEMA_VERSION = 1
-KINDS = ("full", "comp-only", "comparison")
-_TEXT_OR_NONE = (str, type(None))
-_COMMON = {"schema": int, "kind": str, "configuration": dict, "environment": dict, "world_size": int, "pass": str,
-           "plugin": _TEXT_OR_NONE, "exchange": dict, "checks": dict, "peak_memory_bytes": list}
-_SINGLE = {**_COMMON, "transport": _TEXT_OR_NONE, "samples_s": list, "rank0": dict, "slowest_rank": dict,
-           "tokens_per_s": float, "forward_tflops": (float, type(None)), "full_batch": (dict, type(None)),
-           "output_shape": list}
-_COMPARISON = {**_COMMON, "rounds": int, "transports": dict, "measurements": dict, "summary": dict,
-               "full_batch": dict}
-_SIMULATED = {
-    "calibration": {"fitted": dict, "fitted_on": list, "judged": list, "configurations": dict, "median_error": float,
-                    "median_error_of_configurations": float, "median_error_of_overlapped": float},
-    "simulation": {"calibration": str, "cases": list},
-}
-_VARIANTS = {"variants": dict, "failed": dict}  # of a comparison, absent from older records
-_STATISTICS = ("mean_s", "p50_s", "p90_s", "p99_s", "max_rank_median_s")
+from rankmixer.schema import SCHEMA_VERSION, percentile, validate  # noqa: F401  records are read through this module
 
 
 def environment(device):
@@ -57,14 +34,6 @@ def slowest_rank(samples):
     worst = sorted(max(column) for column in zip(*samples, strict=True))
     return {"mean_s": sum(worst) / len(worst), "p50_s": percentile(worst, 50), "p90_s": percentile(worst, 90),
             "p99_s": percentile(worst, 99), "max_rank_median_s": max(percentile(sorted(row), 50) for row in samples)}
-
-
-def percentile(ordered, percent):
-    """Linear-interpolated percentile of a sorted, non-empty list."""
-    position = (len(ordered) - 1) * percent / 100
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 def exchange_bytes(options, world_size):
@@ -99,75 +68,6 @@ def peak_memory(device):
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def validate(record):
-    """Check a record against its schema; returns it.
-
-    Raises:
-        ValueError: naming the field, its value and what is allowed.
-    """
-    kind = record.get("kind")
-    if kind in _SIMULATED:
-        return _validate_simulated(record)
-    if kind not in KINDS:
-        raise ValueError(f"kind={kind!r}: allowed are {', '.join((*KINDS, *_SIMULATED))}")
-    _validate_fields(record, _COMPARISON if kind == "comparison" else _SINGLE)
-    if record["pass"] not in ("forward", "forward+backward"):
-        raise ValueError(f"pass={record['pass']!r}: allowed are forward, forward+backward")
-    if kind == "comparison":
-        _validate_variants(record)
-    measurements = record["measurements"] if kind == "comparison" else {kind: record}
-    for name, measurement in measurements.items():
-        _validate_measurement(name, measurement, record)
-    return record
-
-
-def _validate_fields(record, fields):
-    for name, expected in fields.items():
-        if name not in record:
-            raise ValueError(f"record field {name!r} is missing")
-        if not isinstance(record[name], expected) or isinstance(record[name], bool):
-            raise ValueError(f"record field {name}={record[name]!r}: must be {expected}")
-    if record["schema"] != SCHEMA_VERSION:
-        raise ValueError(f"schema={record['schema']}: must be {SCHEMA_VERSION}")
-
-
-def _validate_simulated(record):
-    _validate_fields(record, {"schema": int, **_SIMULATED[record["kind"]]})
-    if record.get("simulated") is not True:
-        raise ValueError(f"simulated={record.get('simulated')!r}: must be true, since nothing here was measured alone")
-    for row in record["judged" if record["kind"] == "calibration" else "cases"]:
-        times = {name: value for name, value in row.items() if name.endswith("_s")}
-        if not times or not all(isinstance(value, (int, float)) and 0 <= value < math.inf for value in times.values()):
-            raise ValueError(f"{row!r}: must hold finite times of at least 0 seconds")
-    return record
-
-
-def _validate_variants(record):
-    for name, expected in _VARIANTS.items():
-        if not isinstance(record.get(name, {}), expected):
-            raise ValueError(f"record field {name}={record[name]!r}: must be {expected}")
-    known, failed = record.get("variants", {}), record.get("failed", {})
-    for name in (*record["summary"], *failed):
-        if ":" in name and name not in known:
-            raise ValueError(f"{name}: is not among the record's variants {sorted(known)}")
-    for name, problem in failed.items():
-        if not isinstance(problem, str) or not problem or name in record["measurements"]:
-            raise ValueError(f"failed.{name}={problem!r}: must be the error of a variant that has no measurement")
-
-
-def _validate_measurement(name, measurement, record):
-    samples = measurement.get("samples_s")
-    if not isinstance(samples, list) or len(samples) != record["world_size"] or not all(samples):
-        raise ValueError(f"{name}.samples_s={samples!r}: must hold non-empty samples of {record['world_size']} rank(s)")
-    if len({len(row) for row in samples}) != 1 or any(not 0 <= value < math.inf for row in samples for value in row):
-        raise ValueError(f"{name}.samples_s: every rank must have equally many finite samples of at least 0 seconds")
-    missing = [key for key in _STATISTICS if key not in measurement.get("slowest_rank", {})]
-    if missing:
-        raise ValueError(f"{name}.slowest_rank: missing {', '.join(missing)}")
-    if record["pass"] == "forward+backward" and measurement.get("forward_tflops") is not None:
-        raise ValueError(f"{name}.forward_tflops={measurement['forward_tflops']}: must be null when backward is timed")
 
 
 def write(record, path):

@@ -1,0 +1,157 @@
+"""What every kind of record must hold. `validate` is called before one is written, and on every committed one.
+
+Kinds: ``full`` (the whole block), ``comp-only`` (exchanges removed; not a layer latency), ``comparison`` (several modes,
+and variants of them as ``mode:variant``, measured in one run, see compare.py; those of many shapes in one file, see
+results_file.py), ``overlap-measurement`` (a comparison with figures of what was hidden, and of device traces, see
+scripts/measure.py), ``planner`` (all candidate plans of many shapes, see scripts/judge_planner.py). ``calibration`` and
+``simulation`` (scripts/calibrate.py, scripts/simulate.py) hold what was simulated, and say so: ``simulated`` is true.
+"""
+
+import math
+
+SCHEMA_VERSION = 1
+_TEXT_OR_NONE = (str, type(None))
+_ANY = {"schema": int, "kind": str}
+_RUN = {**_ANY, "configuration": dict, "environment": dict, "world_size": int, "pass": str}
+_COMMON = {**_RUN, "plugin": _TEXT_OR_NONE, "exchange": dict, "checks": dict, "peak_memory_bytes": list}
+_SINGLE = {**_COMMON, "transport": _TEXT_OR_NONE, "samples_s": list, "rank0": dict, "slowest_rank": dict,
+           "tokens_per_s": float, "forward_tflops": (float, type(None)), "full_batch": (dict, type(None)),
+           "output_shape": list}
+_COMPARISON = {**_COMMON, "rounds": int, "transports": dict, "measurements": dict, "summary": dict,
+               "full_batch": dict}
+_OVERLAP = {**_COMPARISON, "hiding": dict, "traces": dict, "trace_note": _TEXT_OR_NONE}
+_PLANNER = {**_RUN, "settings": dict, "shapes": list, "geometric_means": dict}
+_CALIBRATION = {**_ANY, "fitted": dict, "fitted_on": list, "judged": list, "configurations": dict,
+                "median_error": float, "median_error_of_configurations": float, "median_error_of_overlapped": float}
+_SIMULATION = {**_ANY, "calibration": str, "cases": list}
+_VARIANTS = {"variants": dict, "failed": dict}  # of a comparison, absent from older records
+_STATISTICS = ("mean_s", "p50_s", "p90_s", "p99_s", "max_rank_median_s")
+
+
+def validate(record):
+    """Check a record against its schema; returns it.
+
+    Raises:
+        ValueError: naming the field, its value and what is allowed.
+    """
+    kind = record.get("kind")
+    if kind not in _KINDS:
+        raise ValueError(f"kind={kind!r}: allowed are {', '.join(_KINDS)}")
+    fields, check = _KINDS[kind]
+    for name, expected in fields.items():
+        if name not in record:
+            raise ValueError(f"record field {name!r} is missing")
+        if not isinstance(record[name], expected) or isinstance(record[name], bool):
+            raise ValueError(f"record field {name}={record[name]!r}: must be {expected}")
+    if record["schema"] != SCHEMA_VERSION:
+        raise ValueError(f"schema={record['schema']}: must be {SCHEMA_VERSION}")
+    if "pass" in fields and record["pass"] not in ("forward", "forward+backward"):
+        raise ValueError(f"pass={record['pass']!r}: allowed are forward, forward+backward")
+    check(record)
+    return record
+
+
+def _check_single(record):
+    _check_measurement(record["kind"], record, record)
+
+
+def _check_comparison(record):
+    _check_variants(record)
+    for name, measurement in record["measurements"].items():
+        _check_measurement(name, measurement, record)
+
+
+def _check_hiding(record):
+    """Times are the measurements', fractions follow from them, a trace hides no more than it communicates."""
+    _check_comparison(record)
+    medians = {name: value["slowest_rank"]["p50_s"] for name, value in record["measurements"].items()}
+    for mode, values in record["hiding"].items():
+        times, slowest = values["slowest_rank"]["times_s"], values["slowest_rank"]
+        if (times["serial"], times["overlap"]) != (medians["none"], medians.get(mode)):
+            raise ValueError(f"hiding.{mode}.slowest_rank.times_s={times}: must be the medians of none and {mode}")
+        communication, hidden = times["comm"], slowest["hidden_fraction"]
+        expected = (times["serial"] - times["overlap"]) / communication if communication else None
+        unknown = None in (hidden, expected)
+        if hidden is not expected if unknown else not math.isclose(hidden, expected, abs_tol=1e-12):
+            raise ValueError(f"hiding.{mode}.slowest_rank.hidden_fraction={hidden}: the times' is {expected}")
+        if len(values["ranks"]) != record["world_size"]:
+            raise ValueError(f"hiding.{mode}.ranks={values['ranks']}: must be of {record['world_size']} rank(s)")
+    if set(record["traces"]) != set(record["hiding"]):
+        raise ValueError(f"traces={sorted(record['traces'])}: must be of the modes {sorted(record['hiding'])}, or null")
+    for mode, trace in record["traces"].items():
+        if trace is None and not record["trace_note"]:
+            raise ValueError(f"traces.{mode}=None: trace_note must say why there is none")
+        for figures in trace["ranks"] if trace else ():
+            if not 0 <= figures["hidden_us"] <= figures["communication_us"] <= figures["span_us"]:
+                raise ValueError(f"traces.{mode}={figures}: must hold 0 <= hidden_us <= communication_us <= span_us")
+
+
+def _check_planner(record):
+    ratios = {}
+    for row in record["shapes"]:
+        seconds = {plan: percentile(sorted(samples), 50) for plan, samples in row["samples_s"].items()}
+        for choice, plan in row["choices"].items():
+            expected = seconds.get(plan, math.nan) / min(seconds.values())
+            if not math.isclose(row["over_best"].get(choice, math.nan), expected):
+                raise ValueError(f"{row['shape']}: over_best.{choice}: the samples' of {plan!r} is {expected}")
+            ratios.setdefault(choice, []).append(expected)
+    for choice, values in ratios.items():
+        if not math.isclose(record["geometric_means"].get(choice, math.nan), geometric_mean(values)):
+            raise ValueError(f"geometric_means.{choice}: the shapes' is {geometric_mean(values)}")
+    return record
+
+
+def _check_simulated(record):
+    if record.get("simulated") is not True:
+        raise ValueError(f"simulated={record.get('simulated')!r}: must be true, since nothing here was measured alone")
+    for row in record["judged" if record["kind"] == "calibration" else "cases"]:
+        times = {name: value for name, value in row.items() if name.endswith("_s")}
+        if not times or not all(isinstance(value, (int, float)) and 0 <= value < math.inf for value in times.values()):
+            raise ValueError(f"{row!r}: must hold finite times of at least 0 seconds")
+
+
+def _check_variants(record):
+    for name, expected in _VARIANTS.items():
+        if not isinstance(record.get(name, {}), expected):
+            raise ValueError(f"record field {name}={record[name]!r}: must be {expected}")
+    known, failed = record.get("variants", {}), record.get("failed", {})
+    for name in (*record["summary"], *failed):
+        if ":" in name and name not in known:
+            raise ValueError(f"{name}: is not among the record's variants {sorted(known)}")
+    for name, problem in failed.items():
+        if not isinstance(problem, str) or not problem or name in record["measurements"]:
+            raise ValueError(f"failed.{name}={problem!r}: must be the error of a variant that has no measurement")
+
+
+def _check_measurement(name, measurement, record):
+    samples = measurement.get("samples_s")
+    if not isinstance(samples, list) or len(samples) != record["world_size"] or not all(samples):
+        raise ValueError(f"{name}.samples_s={samples!r}: must hold non-empty samples of {record['world_size']} rank(s)")
+    if len({len(row) for row in samples}) != 1 or any(not 0 <= value < math.inf for row in samples for value in row):
+        raise ValueError(f"{name}.samples_s: every rank must have equally many finite samples of at least 0 seconds")
+    missing = [key for key in _STATISTICS if key not in measurement.get("slowest_rank", {})]
+    if missing:
+        raise ValueError(f"{name}.slowest_rank: missing {', '.join(missing)}")
+    if record["pass"] == "forward+backward" and measurement.get("forward_tflops") is not None:
+        raise ValueError(f"{name}.forward_tflops={measurement['forward_tflops']}: must be null when backward is timed")
+
+
+def percentile(ordered, percent):
+    """Linear-interpolated percentile of a sorted, non-empty list."""
+    position = (len(ordered) - 1) * percent / 100
+    low = math.floor(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def geometric_mean(ratios):
+    """Of a non-empty list of positive numbers."""
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+_KINDS = {
+    "full": (_SINGLE, _check_single), "comp-only": (_SINGLE, _check_single),
+    "comparison": (_COMPARISON, _check_comparison), "overlap-measurement": (_OVERLAP, _check_hiding),
+    "planner": (_PLANNER, _check_planner), "calibration": (_CALIBRATION, _check_simulated),
+    "simulation": (_SIMULATION, _check_simulated),
+}
