@@ -1,7 +1,7 @@
 """Hosts, GPUs, peer access and networks as they are found, by every rank.
 
     python -m compile_overlap.topology [--json FILE]                     of this host
-    torchrun ... -m compile_overlap.topology [--json FILE]               of all ranks' hosts; rank 0 prints
+    torchrun ... -m compile_overlap.topology [--json FILE]               of all ranks' hosts, printed by rank 0
 
 Nothing is exchanged but text, by the launcher's store: it works where the ranks could not form a group. A rank that says
 nothing within `--timeout` seconds is named, and the exit status is 1 then.
@@ -151,37 +151,36 @@ def _number(path: Path) -> int | None:
 
 
 class Board:
-    """Texts that the ranks of a launch leave for each other in its store; no wait is longer than `limit_s` in all."""
+    """Texts that the ranks of a launch leave for each other in its store. No wait is longer than its `limit_s`."""
 
     def __init__(self, limit_s: float):
         """Raises what torch raises where the store at MASTER_ADDR and MASTER_PORT does not answer in time."""
-        self.deadline = time.monotonic() + limit_s
         store, self.rank, self.size = next(rendezvous("env://", timeout=datetime.timedelta(seconds=limit_s)))
         self.store = torch.distributed.PrefixStore(f"board {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
     def put(self, topic: str, value: Any) -> None:
         self.store.set(f"{topic} {self.rank}", json.dumps(value))
 
-    def get(self, topic: str, rank: int) -> Any:
+    def get(self, topic: str, rank: int, limit_s: float) -> Any:
         """What a rank put; None where it is not there in time."""
-        left = max(0.1, self.deadline - time.monotonic())
         try:
-            self.store.wait([f"{topic} {rank}"], datetime.timedelta(seconds=left))
+            self.store.wait([f"{topic} {rank}"], datetime.timedelta(seconds=max(0.1, limit_s)))
         except RuntimeError:  # of another class in each version
             return None
         return json.loads(self.store.get(f"{topic} {rank}"))
 
-    def gather(self, topic: str, value: Any) -> list[Any]:
-        """Every rank's value in the order of the ranks; None for one that said nothing in time."""
+    def gather(self, topic: str, value: Any, limit_s: float) -> list[Any]:
+        """Every rank's value in the order of the ranks; None for one that said nothing within `limit_s` in all."""
         self.put(topic, value)
-        return [self.get(topic, rank) for rank in range(self.size)]
+        deadline = time.monotonic() + limit_s
+        return [self.get(topic, rank, deadline - time.monotonic()) for rank in range(self.size)]
 
-    def leave(self) -> None:
+    def leave(self, limit_s: float) -> None:
         """Before the process ends: rank 0 may hold the store, and stays until the others have left."""
-        self.put("left", True)
         if self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            for rank in range(self.size):
-                self.get("left", rank)
+            self.gather("left", True, limit_s)
+        else:
+            self.put("left", True)
 
 
 def hosts_of(findings: list[dict[str, Any]], per_host: int | None = None) -> list[list[int]]:
@@ -251,7 +250,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     board = Board(options.timeout) if "RANK" in os.environ else None
     own = found(int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0)))
-    findings = board.gather("found", own) if board else [own]
+    findings = board.gather("found", own, options.timeout) if board else [own]
     missing = [rank for rank, each in enumerate(findings) if each is None]
     if own["rank"] == 0:
         present = [each for each in findings if each is not None]
@@ -261,7 +260,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.json:
             Path(options.json).write_text(json.dumps(present, indent=1) + "\n")
     if board:
-        board.leave()
+        board.leave(options.timeout)
     return 1 if missing else 0
 
 

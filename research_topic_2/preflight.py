@@ -2,7 +2,8 @@
 
 ``--target cpu`` runs the complete block and its gradients on one rank in float32 and bfloat16 and compares them with
 an independent computation; it covers local compute only. ``--target cuda`` checks versions, GPUs and driver, and runs
-the public cases.
+the public cases. ``--target cluster``, started on every node with torchrun as the job will be, compares the ranks'
+software, sources, settings, GPUs, addresses and clocks (rankmixer/cluster.py).
 """
 
 import argparse
@@ -14,6 +15,7 @@ from importlib import metadata
 import torch
 
 import public_check
+from rankmixer import cluster
 from rankmixer.block import RankMixerBlock
 from rankmixer.checks import APPROX_LIMITS, frobenius_relative_error
 
@@ -127,8 +129,14 @@ def driver_version():
 def main(arguments=None):
     """Returns 0 when every check passes, 1 otherwise."""
     parser = argparse.ArgumentParser(prog="preflight.py", description=__doc__)
-    parser.add_argument("--target", choices=("cpu", "cuda"), required=True)
-    target = parser.parse_args(arguments).target
+    parser.add_argument("--target", choices=("cpu", "cuda", "cluster"), required=True)
+    parser.add_argument("--tokens", type=int, default=64, help="cluster: the job's T (default: %(default)s)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cluster: the job's (default: %(default)s)")
+    parser.add_argument("--timeout", type=float, default=30, help="cluster: seconds to wait for ranks (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    if options.target == "cluster":
+        return cluster.run(options)
+    target = options.target
     report = Report()
     check_versions(report, need_triton=target == "cuda")
     if target == "cpu":
