@@ -5,6 +5,7 @@ is formed and every wait is bounded, so a wrong address or a rank that is missin
 """
 
 import concurrent.futures
+import contextlib
 import hashlib
 import ipaddress
 import os
@@ -146,6 +147,8 @@ class Listener:
 
     def __exit__(self, *_):
         if self.socket is not None:
+            with contextlib.suppress(OSError):
+                self.socket.shutdown(socket.SHUT_RDWR)  # ends the thread's `accept`, which keeps the port open otherwise
             self.socket.close()
 
     def _answer(self):
