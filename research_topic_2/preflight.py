@@ -126,14 +126,19 @@ def driver_version():
     return result.stdout.splitlines()[0].strip() if result.returncode == 0 and result.stdout else ""
 
 
-def main(arguments=None):
-    """Returns 0 when every check passes, 1 otherwise."""
+def build_parser():
+    """The preflight's command line."""
     parser = argparse.ArgumentParser(prog="preflight.py", description=__doc__)
     parser.add_argument("--target", choices=("cpu", "cuda", "cluster"), required=True)
     parser.add_argument("--tokens", type=int, default=64, help="cluster: the job's T (default: %(default)s)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cluster: the job's (default: %(default)s)")
     parser.add_argument("--timeout", type=float, default=30, help="cluster: seconds to wait for ranks (default: %(default)s)")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments=None):
+    """Returns 0 when every check passes, 1 otherwise, 2 for a cluster's check without its launcher."""
+    options = build_parser().parse_args(arguments)
     if options.target == "cluster":
         return cluster.run(options)
     target = options.target
