@@ -35,10 +35,10 @@ CASES = {
 }
 
 
-def steps(out, quick):
+def steps(quick):
     """{name: command} in the order in which they run."""
     if quick:
-        return {"quick": cross_hosts.cross(*QUICK, "--json", str(out / "quick.json"))}
+        return {"quick": cross_hosts.cross(*QUICK, "--json", "quick.json")}
     before = {
         "topology": cross_hosts.torchrun("-m", "compile_overlap.topology"),
         "preflight": cross_hosts.torchrun(
@@ -46,7 +46,7 @@ def steps(out, quick):
         ),
     }
     printed = {
-        name: cross_hosts.cross(*SMALL, *flags.split(), "--json", str(out / f"{name}.json"))
+        name: cross_hosts.cross(*SMALL, *flags.split(), "--json", f"{name}.json")
         for name, flags in CASES.items()
     }
     return before | printed
@@ -59,7 +59,7 @@ def run(out, quick, limit_s):
     network, table, failed = netns.Network(NODES), [], False
     try:
         network.create()
-        for index, (name, command) in enumerate(steps(out, quick).items()):
+        for index, (name, command) in enumerate(steps(quick).items()):
             environments = [
                 cross_hosts.node_environment(node, NODES, PER_NODE, network.address(0), PORT + index)
                 | {"GLOO_SOCKET_IFNAME": netns.INTERFACE, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -41,17 +41,16 @@ COMPARED = {
 COMMON = "--warmup 3 --num-tests 12 --rounds 3 --check-correctness approx".split()
 
 
-def steps(link, per_node, out):
+def steps(link, per_node):
     """{name: command} of one link, what is checked first."""
     two_levels = link == "sockets" and per_node > 1
     modes = "none,with-sm,kernel" + (",kernel:peers,kernel:TRANSPORT=peers+OWN_FIRST=1" if two_levels else "")
     commands = {"topology": cross_hosts.torchrun("-m", "compile_overlap.topology")}
     for name, flags in PRINTED.items():
-        commands[name] = cross_hosts.cross(*SMALL, *flags.split(), "--json", str(out / f"{link}_{name}.json"))
+        commands[name] = cross_hosts.cross(*SMALL, *flags.split(), "--json", f"{link}_{name}.json")
     for name, flags in COMPARED.items():
-        record = out / f"{link}_{name}.json"
         compare = cross_hosts.BENCHMARK / "compare.py"
-        commands[name] = cross_hosts.torchrun(compare, "--modes", modes, *COMMON, *flags.split(), "--json", record)
+        commands[name] = cross_hosts.torchrun(compare, "--modes", modes, *COMMON, *flags.split(), "--json", f"{link}_{name}.json")
     return {f"{link}_{name}": command for name, command in commands.items()}
 
 
@@ -69,7 +68,7 @@ def environments(link, per_node, port):
 def run(links, per_node, work, out, budget_s):
     """Run the steps of all links, and pack what they leave after each; returns 0 where all passed."""
     begin, table, failed = time.monotonic(), [], False
-    named = [(link, *step) for link in links for step in steps(link, per_node, work).items()]
+    named = [(link, *step) for link in links for step in steps(link, per_node).items()]
     for index, (link, name, command) in enumerate(named):
         left, since = budget_s - (time.monotonic() - begin), time.monotonic()
         if left < 30:
@@ -103,7 +102,7 @@ def main():
         parser.error(f"links={options.links!r}: allowed are {', '.join(LINKS)}; per_node={options.per_node}: at least 1")
     if options.dry_run:
         for link in links:
-            for name, command in steps(link, options.per_node, Path("WORK")).items():
+            for name, command in steps(link, options.per_node).items():
                 for node in environments(link, options.per_node, PORT):
                     own = {key: value for key, value in node.items() if os.environ.get(key) != value}
                     words = [f"{key}={value}" for key, value in own.items()] + command

@@ -37,7 +37,9 @@ def node_environment(rank, nodes, per_node, address, port):
 
 
 def run_nodes(commands, environments, log, limit_s):
-    """Run one command a node and keep their output in `log`, node after node; returns the exit status, 124 if too late.
+    """Run one command a node in `log`'s folder and keep their output in it, node after node.
+
+    Returns the exit status, 124 if they take longer than `limit_s`.
 
     The first node that fails ends the others. An interrupt ends all of them.
     """
@@ -45,7 +47,8 @@ def run_nodes(commands, environments, log, limit_s):
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(each.open("w")) for each in logs]
         nodes = [
-            subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+            subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT,
+                             cwd=log.parent, start_new_session=True)
             for command, environment, file in zip(commands, environments, files)
         ]
         try:

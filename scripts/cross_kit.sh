@@ -31,7 +31,7 @@ while (($#)); do
   shift
 done
 export NNODES=${NNODES:-2} NPROC=${NPROC:-8} NODE_RANK MASTER_ADDR MASTER_PORT=${MASTER_PORT:-29500}
-budget=${BUDGET:-3600}
+budget=${BUDGET:-3600} patience=1
 work=WORK
 if ((!dry_run)); then
   out=$(mkdir -p "$out" && cd "$out" && pwd)
@@ -45,6 +45,7 @@ export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 small="--batch-size 4 --tokens 16 --dim 128 --k 2" shape="" common="--warmup 5 --num-tests 20 --rounds 4"
 long="--warmup 10 --num-tests 100" device="--device cuda"
 if ((cpu)); then
+  budget=${BUDGET:-7200} patience=10
   device="--device cpu" common="--warmup 1 --num-tests 4 --rounds 2" long="--warmup 1 --num-tests 4"
   shape="$device --no-l2-flush --batch-size 2 --tokens 16 --dim 128 --k 2" small="$shape"
   export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 CUDA_VISIBLE_DEVICES=

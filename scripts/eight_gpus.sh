@@ -28,7 +28,7 @@ while (($#)); do
   esac
   shift
 done
-budget=${BUDGET:-560}
+budget=${BUDGET:-560} patience=1
 python=${PYTHON:-python3}
 work=WORK
 if ((!dry_run)); then
@@ -42,6 +42,7 @@ export PYTHON=$python PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFER
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1
 all=8 half=4 shape="" common="--warmup 5 --num-tests 20 --rounds 4" long="--warmup 10 --num-tests 100"
 if ((cpu)); then
+  budget=${BUDGET:-7200} patience=10
   all=4 half=2 common="--warmup 1 --num-tests 4 --rounds 2" long="--warmup 1 --num-tests 4"
   shape="--device cpu --no-l2-flush --batch-size 2 --tokens 16 --dim 128 --k 2"
   export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 CUDA_VISIBLE_DEVICES= GLOO_SOCKET_IFNAME=lo

@@ -1,6 +1,7 @@
 # Sourced by eight_gpus.sh and cross_kit.sh: named steps within one time budget, their logs, and what is handed back.
 #   work      folder of logs and records; out: the folder that is handed back
 #   budget    seconds for all steps; a step for which less than half of its limit is left is skipped, and said to be
+#   patience  what limits are multiplied by, on slow machines
 #   only      names of steps separated by commas, where not all are wanted
 #   dry_run   1: print the commands, run nothing
 # `pack` follows every step, so that a run which is ended from outside leaves what it had.
@@ -13,7 +14,7 @@ say() { # a line of the table
 }
 
 step() { # name, limit in seconds, command...; the status is the command's
-  local name=$1 limit=$2 begin=$SECONDS left=$((budget - SECONDS)) status text
+  local name=$1 limit=$(($2 * patience)) begin=$SECONDS left=$((budget - SECONDS)) status text
   shift 2
   [[ -z $only || ,$only, == *,$name,* ]] || return 0
   if ((dry_run)); then

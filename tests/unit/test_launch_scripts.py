@@ -117,7 +117,7 @@ def test_two_nodes_on_gpus_of_one_host(per_node):
         first, second = cross_gpu.environments(link, per_node, 29500)
         assert not set(first["CUDA_VISIBLE_DEVICES"].split(",")) & set(second["CUDA_VISIBLE_DEVICES"].split(","))
         assert (first.get("NCCL_HOSTID") != second.get("NCCL_HOSTID")) == (link == "sockets")
-        for name, command in cross_gpu.steps(link, per_node, Path("OUT")).items():
+        for name, command in cross_gpu.steps(link, per_node).items():
             options = parsed(command, 2 * per_node)
             if options is not None and hasattr(options, "modes"):
                 assert ("kernel:peers" in options.modes) == (link == "sockets" and per_node == 2), name
@@ -127,7 +127,7 @@ def test_two_nodes_on_gpus_of_one_host(per_node):
 def test_what_fails_is_in_the_table(tmp_path):
     """`steps.sh`: statuses, the skip where time is short, and the pieces that are handed back."""
     script = f"""
-        root={ROOT} work={tmp_path}/work out={tmp_path} only= dry_run=0 budget=1000
+        root={ROOT} work={tmp_path}/work out={tmp_path} only= dry_run=0 budget=1000 patience=1
         mkdir -p $work; source {SCRIPTS}/steps.sh
         step good 10 true; step wrong 10 sh -c 'echo reason; exit 3'; step slow 1 sleep 30
         budget=0; step late 10 true; echo failed=$failed"""
