@@ -37,11 +37,10 @@ def node_environment(rank, nodes, per_node, address, port):
 
 
 def run_nodes(commands, environments, log, limit_s):
-    """Run one command a node in `log`'s folder and keep their output in it, node after node.
+    """Run one command a node in `log`'s folder and keep their output in `log`, node after node.
 
-    Returns the exit status, 124 if they take longer than `limit_s`.
-
-    The first node that fails ends the others. An interrupt ends all of them.
+    The first node that fails ends the others; an interrupt ends all of them. Returns the exit status, 124 if they take
+    longer than `limit_s`.
     """
     logs = [log.with_suffix(f".node{node}") for node in range(len(commands))]
     with contextlib.ExitStack() as stack:
