@@ -130,9 +130,10 @@ def build_parser():
     """The preflight's command line."""
     parser = argparse.ArgumentParser(prog="preflight.py", description=__doc__)
     parser.add_argument("--target", choices=("cpu", "cuda", "cluster"), required=True)
-    parser.add_argument("--tokens", type=int, default=64, help="cluster: the job's T (default: %(default)s)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cluster: the job's (default: %(default)s)")
-    parser.add_argument("--timeout", type=float, default=30, help="cluster: seconds to wait for ranks (default: %(default)s)")
+    cluster_only = parser.add_argument_group("of a cluster's check")
+    cluster_only.add_argument("--tokens", type=int, default=64, help="the job's T (default: %(default)s)")
+    cluster_only.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s")
+    cluster_only.add_argument("--timeout", type=float, default=30, help="seconds to wait for ranks (default: %(default)s)")
     return parser
 
 

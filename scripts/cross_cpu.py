@@ -74,7 +74,7 @@ def run(out, quick, limit_s):
             print(table[-1], flush=True)
     finally:
         network.remove()
-    head = f"{NODES} network namespaces of {PER_NODE} gloo ranks each, an emulation of {NODES} hosts; slowest-rank medians"
+    head = f"{NODES} network namespaces of {PER_NODE} gloo ranks each, an emulation of hosts; slowest-rank medians"
     (out / "table.log").write_text("\n".join([head, *table]) + "\n")
     return int(failed)
 

@@ -44,7 +44,9 @@ COMMON = "--warmup 3 --num-tests 12 --rounds 3 --check-correctness approx".split
 def steps(link, per_node):
     """{name: command} of one link, what is checked first."""
     two_levels = link == "sockets" and per_node > 1
-    modes = "none,with-sm,kernel" + (",kernel:peers,kernel:TRANSPORT=peers+OWN_FIRST=1" if two_levels else "")
+    modes = "none,with-sm,kernel"
+    if two_levels:
+        modes += ",kernel:peers,kernel:TRANSPORT=peers+OWN_FIRST=1"
     commands = {"topology": cross_hosts.torchrun("-m", "compile_overlap.topology")}
     for name, flags in PRINTED.items():
         commands[name] = cross_hosts.cross(*SMALL, *flags.split(), "--json", f"{link}_{name}.json")
@@ -80,7 +82,7 @@ def run(links, per_node, work, out, budget_s):
             table.append(cross_hosts.row(name, status, time.monotonic() - since, work / f"{name}.json"))
         failed = failed or status != 0
         print(table[-1], flush=True)
-        head = f"{NODES} torchrun nodes of {per_node} GPU(s) on one host, an emulation of {NODES} hosts; slowest-rank medians"
+        head = f"{NODES} torchrun nodes of {per_node} GPU(s) on one host, an emulation of hosts; slowest-rank medians"
         (work / "table.log").write_text("\n".join([head, *table]) + "\n")
         shutil.copy(work / "table.log", out)
         shutil.make_archive(str(out / "results"), "gztar", work)

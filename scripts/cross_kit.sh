@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The two-node default workload, all modes, both directions, in one folder. Started on every node at about the same time:
-#   NNODES=2 NPROC=8 NODE_RANK=<this node's> MASTER_ADDR=<IP of node 0> bash cross_kit.sh OUT [--dry-run] [--cpu] [--only NAME,...]
+#   NNODES=2 NPROC=8 NODE_RANK=<this node's> MASTER_ADDR=<IP of node 0> bash scripts/cross_kit.sh OUT
+#     [--dry-run] [--cpu] [--only NAME,NAME...]
 #
 # First what is there and what is wrong (compile_overlap.topology, preflight.py --target cluster): nothing else runs where
 # the preflight fails. Then the commands that the assignment prints, with their checks, none, with-sm, sm-free, kernel and
@@ -52,7 +53,8 @@ if ((cpu)); then
 fi
 modes=none,with-sm,sm-free,kernel,kernel:peers
 checked="--check-correctness approx --full-batch-check"
-torchrun="$PYTHON -m torch.distributed.run --nnodes $NNODES --nproc-per-node $NPROC --node-rank $NODE_RANK --master-addr $MASTER_ADDR --master-port $MASTER_PORT"
+torchrun="$PYTHON -m torch.distributed.run --nnodes $NNODES --nproc-per-node $NPROC --node-rank $NODE_RANK"
+torchrun+=" --master-addr $MASTER_ADDR --master-port $MASTER_PORT"
 
 meet() { # until all nodes are here, a quarter of an hour at most
   ((dry_run)) || "$PYTHON" - <<'PYTHON' || { echo "error: not all $NNODES nodes met within 15 minutes" >&2; exit 1; }
@@ -82,10 +84,20 @@ printed() { # name, flags...: the command that the assignment prints
   both "$name" 300 bash "$here/scripts/run_prod_cross.sh" "$@" --json "$work/$name.json"
 }
 
+trace() { # name, flags...
+  local name=$1
+  shift
+  ((cpu)) || both "$name" 200 $torchrun "$root/scripts/trace_overlap.py" --warmup 5 --modes kernel,kernel:peers "$@" \
+    --output "$work/$name"
+}
+
 both topology 120 $torchrun -m compile_overlap.topology --json "$work/topology.json"
 tokens=64
 ((cpu)) && tokens=16
-both preflight 180 $torchrun "$here/preflight.py" --target cluster --tokens $tokens $device || { cat "$work/preflight.log"; exit 1; }
+both preflight 180 $torchrun "$here/preflight.py" --target cluster --tokens $tokens $device || {
+  cat "$work/preflight.log"
+  exit 1
+}
 printed small_none $small --overlap none
 printed small_kernel $small --overlap kernel --check-correctness approx
 printed small_backward $small --overlap kernel --backward --check-correctness approx
@@ -99,6 +111,6 @@ printed backward $shape $long --overlap kernel --backward --check-correctness ap
 compare near_first 200 none,kernel:peers,kernel:TRANSPORT=peers+OWN_FIRST=1,kernel:chunks=1,kernel:chunks=2
 compare comm2 200 none,kernel,kernel:peers --comm-scale 2
 compare compute2 200 none,kernel,kernel:peers --compute-scale 2
-((cpu)) || both traces 200 $torchrun "$root/scripts/trace_overlap.py" --warmup 5 --modes kernel,kernel:peers --output "$work/traces"
-((cpu)) || both traces_backward 200 $torchrun "$root/scripts/trace_overlap.py" --warmup 5 --backward --output "$work/traces_backward"
+trace traces
+trace traces_backward --backward
 exit $failed

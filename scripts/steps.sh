@@ -35,7 +35,8 @@ step() { # name, limit in seconds, command...; the status is the command's
     grep -vE '^\s*(File|Traceback|frame #)' "$work/$name.log" | tail -n 12
     failed=1
   fi
-  sed -n '/slowest-rank medians/,/^hidden = /p; /^full-batch comparison/p; /^rank [0-9]*: span/p' "$work/$name.log" | tee -a "$work/table.log"
+  sed -n '/slowest-rank medians/,/^hidden = /p; /^full-batch comparison/p; /^rank [0-9]*: span/p' "$work/$name.log" |
+    tee -a "$work/table.log"
   pack
   return $status
 }
