@@ -65,7 +65,7 @@ def _transport(P: int, inputs: torch.Tensor, chosen: Plan, settings: Settings) -
     if P == 1:
         return "none: one rank, the exchange is a local layout change"
     if chosen.peers:
-        first = "; the first GEMM begins with the rank's own rows" if chosen.own_first else ""
+        first = "; the first GEMM begins with the nearest rows" if chosen.own_first else ""
         return f"the peers' memory: put straight into their inboxes, the second GEMM stores what it combines{first}"
     refused = "; the peers' memory was asked for, the log says why not" if settings.transport == PEERS else ""
     return f"functional collectives over {'NCCL' if inputs.is_cuda else 'gloo'}{refused}"

@@ -14,7 +14,7 @@ from . import gemms, norms, notice, peers, plan, rooms
 from .config import CUBLAS, PEERS, Settings
 from .costs import costs_of
 from .kernels import gemm_combine
-from .layout import Layout
+from .layout import Layout, require
 from .recipes import ADD, INDUCTOR
 from .schedule import BACKWARD, FORWARD, Plan
 
@@ -26,7 +26,10 @@ def plan_for(
     """The plan of a layer on this group, with buffers for it where it exchanges through the peers' memory.
 
     A group's first plan measures the group, and each plan's decision is the group's: all its ranks call this together.
+    Raises ValueError where `A2A_FFN_RANKS_PER_HOST` does not divide P.
     """
+    hosts, P = settings.ranks_per_host, layout.P
+    require(hosts is None or P % hosts == 0, "A2A_FFN_RANKS_PER_HOST", hosts, f"a divisor of the group's ranks, P = {P}")
     chosen = _exchanging(group, rank, layout, dtype, device, training, bias, settings)
     own = ()
     if settings.gemms != CUBLAS and not chosen.reserved_sms:  # our GEMM takes all SMs
@@ -34,10 +37,10 @@ def plan_for(
     if recipe == INDUCTOR and settings.norm != INDUCTOR:
         own += norms.agreed(group, layout, dtype, device, training, bias)
     chosen = replace(chosen, triton=own)
-    if chosen.own_first and not _own_first_agrees(group, layout, chosen, dtype, device, training, bias):
+    if chosen.own_first and not _own_first_agrees(group, layout, chosen, dtype, device, training, bias, hosts):
         chosen = replace(chosen, own_first=False)
     if settings.own_first and chosen.peers and not chosen.own_first and rank == 0:
-        notice.warn_once("A2A_FFN_OWN_FIRST=1 is without effect: several hosts, or no first GEMM that equals itself in parts")
+        notice.warn_once("A2A_FFN_OWN_FIRST=1 is without effect: no first GEMM equals itself in parts")
     return chosen
 
 
@@ -46,7 +49,7 @@ def _exchanging(group, rank, layout, dtype, device, training, bias, settings) ->
         notice.fall_back("pin-order is switched off", strict=settings.strict, rank=rank)
     elif settings.transport == PEERS and layout.P > 1:
         chosen = _by_peers(group, layout, dtype, device, training, settings)
-        reason = _obstacle(group, layout, dtype, device, training, bias, chosen.sizes)
+        reason = _obstacle(group, layout, dtype, device, training, bias, chosen.sizes, settings.ranks_per_host)
         if reason is None:
             return chosen
         notice.fall_back(reason, strict=settings.strict, rank=rank)
@@ -55,10 +58,10 @@ def _exchanging(group, rank, layout, dtype, device, training, bias, settings) ->
 
 def _by_peers(group, layout, dtype, device, training, settings) -> Plan:
     """On one host a plan for it; where a part goes through collectives, these are what there is to hide."""
-    if len(rooms.domain_of(group, layout.P, device)) == layout.P:
+    if len(rooms.domain_of(group, layout.P, device, settings.ranks_per_host)) == layout.P:
         return plan.peer_plan(layout, device.type, settings)
     chosen = _by_collectives(group, layout, dtype, device, training, settings)
-    return replace(chosen, peers=True, reserved_sms=0)
+    return replace(chosen, peers=True, own_first=settings.own_first, reserved_sms=0)
 
 
 def _by_collectives(group, layout, dtype, device, training, settings) -> Plan:
@@ -69,17 +72,20 @@ def _by_collectives(group, layout, dtype, device, training, settings) -> Plan:
 _DECIDED: weakref.WeakKeyDictionary[Any, dict[Any, str | None]] = weakref.WeakKeyDictionary()
 
 
-def _obstacle(group, layout: Layout, dtype, device, training: bool, bias: str, sizes: tuple[int, ...]) -> str | None:
+def _obstacle(
+    group, layout: Layout, dtype, device, training: bool, bias: str, sizes: tuple[int, ...], per_host: int | None
+) -> str | None:
     """Why a layer of this group goes through collectives, or None and there are buffers; decided once by all ranks."""
     decided = _DECIDED.setdefault(dist.group.WORLD if group is None else group, {})
-    key = (layout, dtype, device, training, bias, sizes)
+    key = (layout, dtype, device, training, bias, sizes, per_host)
     if key not in decided:
-        reason = rooms.obstacle(group, layout.P, device, dtype)
+        reason = rooms.obstacle(group, layout.P, device, dtype, per_host)
         if reason is None:
             shapes = _gemms(layout, training, bias, sizes)
             _, reason = groups.attempt(group, layout.P, device, lambda: _check(shapes, dtype, device))
         if reason is None:
-            reason = rooms.make_room(group, layout.P, layout.B * layout.T * layout.D * dtype.itemsize, device)
+            nbytes = layout.B * layout.T * layout.D * dtype.itemsize
+            reason = rooms.make_room(group, layout.P, nbytes, device, per_host)
         decided[key] = reason
     return decided[key]
 
@@ -100,11 +106,14 @@ def _gemms(layout: Layout, training: bool, bias: str, sizes: tuple[int, ...]) ->
             yield size, layout.rows, 2 * layout.H, layout.D, True, gemm_combine.NO_BIAS
 
 
-def _own_first_agrees(group, layout: Layout, chosen: Plan, dtype, device, training: bool, bias: str) -> bool:
-    """Whether a first GEMM in parts, each rank's own rows and the others', equals the whole one; decided once by all ranks."""
+def _own_first_agrees(
+    group, layout: Layout, chosen: Plan, dtype, device, training: bool, bias: str, per_host: int | None
+) -> bool:
+    """Whether a first GEMM in parts, the nearest rows and the others, equals the whole one; decided once by all ranks."""
     decided = _OWN_FIRST.setdefault(dist.group.WORLD if group is None else group, {})
-    key = (layout, chosen.sizes, chosen.triton, dtype, device, training, bias)
+    key = (layout, chosen.sizes, chosen.triton, dtype, device, training, bias, per_host)
     if key not in decided:
+        domain = rooms.domain_of(group, layout.P, device, per_host)
 
         def check():
             rank = dist.get_rank(group)
@@ -112,7 +121,7 @@ def _own_first_agrees(group, layout: Layout, chosen: Plan, dtype, device, traini
             directions += ((BACKWARD, layout.D, layout.H),) if training else ()
             return bool(directions) and all(
                 peers.parts_agree(
-                    size, layout.B, layout.P, rank, inner, columns, direction == BACKWARD,
+                    size, layout.B, layout.P, rank, domain, inner, columns, direction == BACKWARD,
                     direction in chosen.triton, dtype, device,
                 )
                 for direction, inner, columns in directions
