@@ -56,7 +56,7 @@ def from_json(value: Any) -> Plan:
     read = {field.name: value[field.name] for field in fields(Plan)}
     plan = Plan(**{name: tuple(each) if isinstance(each, list) else each for name, each in read.items()})
     if not plan.sizes or min(plan.sizes) < 1 or plan.ratio_16ths < 1 or plan.ahead < 1:
-        raise ValueError(f"plan = {plan}: must have chunks of at least one token, a ratio and an in-flight budget of at least 1")
+        raise ValueError(f"plan = {plan}: must be chunks of one token or more, with ratio and in-flight budget of at least 1")
     if plan.own_first and not plan.peers or Plan.parse(str(plan)) != plan:
         raise ValueError(f"plan = {plan}: must be one that its text says; own-first goes with peers")
     return plan

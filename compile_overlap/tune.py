@@ -71,7 +71,7 @@ def tune(ffn: Any, inputs: torch.Tensor, *, compiled: bool = False, most: int = 
     same = groups.same_on_all_ranks(ffn.ep_group, layout.P, inputs.device, arguments)
     require(same, "tune", arguments, "called alike on every rank of the group")
 
-    case = api.case_of(ffn, layout, settings, _candidate(ffn, inputs, layout, settings, compiled))
+    case = api.case_of(ffn, layout, settings, candidate_of(ffn, inputs, layout, settings, compiled))
     plans = transport.candidates(ffn.ep_group, ffn.ep_index, inputs.device, case, most)
     measured = measure(ffn, inputs, case, plans, rounds)
     taken = fastest(measured)
@@ -83,7 +83,7 @@ def tune(ffn: Any, inputs: torch.Tensor, *, compiled: bool = False, most: int = 
     return Tuning(taken, seconds, rounds, path)
 
 
-def _candidate(ffn: Any, inputs: torch.Tensor, layout: Any, settings: Settings, compiled: bool) -> probe.Candidate:
+def candidate_of(ffn: Any, inputs: torch.Tensor, layout: Any, settings: Settings, compiled: bool) -> probe.Candidate:
     """The recipe and bias form that answer such calls. Raises ValueError where the reference does."""
     if compiled:
         require(settings.recipe != EAGER_EXACT, "A2A_FFN_RECIPE", EAGER_EXACT, f"{INDUCTOR} inside an outer torch.compile")

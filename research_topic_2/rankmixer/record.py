@@ -2,7 +2,7 @@
 
 Kinds: ``full`` (the whole block), ``comp-only`` (exchanges removed; not a layer latency), and ``comparison``
 (several modes, and variants of them as ``mode:variant``, measured in one run, see compare.py), and ``sweep`` (ratios
-of many comparisons, see sweep.py).
+of many comparisons, see sweep.py), and ``planner`` (all candidate plans of many shapes, see scripts/judge_planner.py).
 """
 
 import json
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 SCHEMA_VERSION = 1
-KINDS = ("full", "comp-only", "comparison", "sweep")
+KINDS = ("full", "comp-only", "comparison", "sweep", "planner")
 _TEXT_OR_NONE = (str, type(None))
 _COMMON = {"schema": int, "kind": str, "configuration": dict, "environment": dict, "world_size": int, "pass": str,
            "plugin": _TEXT_OR_NONE, "exchange": dict, "checks": dict, "peak_memory_bytes": list}
@@ -27,6 +27,8 @@ _SINGLE = {**_COMMON, "transport": _TEXT_OR_NONE, "samples_s": list, "rank0": di
 _COMPARISON = {**_COMMON, "rounds": int, "transports": dict, "measurements": dict, "summary": dict,
                "full_batch": dict}
 _SWEEP = {"schema": int, "kind": str, "environment": dict, "world_size": int, "pass": str, "shapes": str, "modes": dict}
+_PLANNER = {"schema": int, "kind": str, "configuration": dict, "environment": dict, "world_size": int, "pass": str,
+            "settings": dict, "shapes": list, "geometric_means": dict}
 _VARIANTS = {"variants": dict, "failed": dict}  # of a comparison, absent from older records
 _STATISTICS = ("mean_s", "p50_s", "p90_s", "p99_s", "max_rank_median_s")
 
@@ -105,7 +107,7 @@ def validate(record):
     kind = record.get("kind")
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r}: allowed are {', '.join(KINDS)}")
-    fields = {"comparison": _COMPARISON, "sweep": _SWEEP}.get(kind, _SINGLE)
+    fields = {"comparison": _COMPARISON, "sweep": _SWEEP, "planner": _PLANNER}.get(kind, _SINGLE)
     for name, expected in fields.items():
         if name not in record:
             raise ValueError(f"record field {name!r} is missing")
@@ -117,6 +119,8 @@ def validate(record):
         raise ValueError(f"pass={record['pass']!r}: allowed are forward, forward+backward")
     if kind == "sweep":
         return _validate_sweep(record)
+    if kind == "planner":
+        return _validate_planner(record)
     if kind == "comparison":
         _validate_variants(record)
     measurements = record["measurements"] if kind == "comparison" else {kind: record}
@@ -133,6 +137,26 @@ def _validate_sweep(record):
         mean = math.exp(sum(math.log(ratio) for _, ratio, _ in ratios) / len(ratios))
         if not math.isclose(mean, values["geometric_mean"]):
             raise ValueError(f"modes.{mode}.geometric_mean={values['geometric_mean']}: the shapes' is {mean}")
+    return record
+
+
+def geometric_mean(ratios):
+    """Of a non-empty list of positive numbers."""
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+def _validate_planner(record):
+    ratios = {}
+    for row in record["shapes"]:
+        seconds = {plan: percentile(sorted(samples), 50) for plan, samples in row["samples_s"].items()}
+        for choice, plan in row["choices"].items():
+            expected = seconds.get(plan, math.nan) / min(seconds.values())
+            if not math.isclose(row["over_best"].get(choice, math.nan), expected):
+                raise ValueError(f"{row['shape']}: over_best.{choice}: the samples' is {expected}, of the plan {plan!r}")
+            ratios.setdefault(choice, []).append(expected)
+    for choice, values in ratios.items():
+        if not math.isclose(record["geometric_means"].get(choice, math.nan), geometric_mean(values)):
+            raise ValueError(f"geometric_means.{choice}: the shapes' is {geometric_mean(values)}")
     return record
 
 
