@@ -116,6 +116,7 @@ def _run(parser, options, runtime, shapes, earlier) -> None:
 
 def _judged(options, runtime, shape) -> dict:
     """One shape's candidates and choices; all ranks call it."""
+    compile_overlap.reset()  # a tuned plan is known from then on
     for name, value in zip(SHAPE, shape):
         setattr(options, name, value)
     workload = Workload(options, runtime)
@@ -129,7 +130,6 @@ def _judged(options, runtime, shape) -> dict:
         plans = transport.candidates(ffn.ep_group, ffn.ep_index, inputs.device, case)
         samples = measure(ffn, inputs, case, tuple(dict.fromkeys((*plans, planner, tuned.plan))), options.rounds)
     row = judged(shape, samples, planner, tuned.plan, four(samples, layout, inputs.device.type, settings))
-    compile_overlap.reset()
     torch.compiler.reset()
     del workload, ffn, inputs
     gc.collect()
