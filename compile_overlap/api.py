@@ -119,14 +119,14 @@ def decide(ffn: Any, inputs: torch.Tensor, layout: Layout, settings: Settings) -
 
 def plan_for(ffn: Any, layout: Layout, settings: Settings, candidate: probe.Candidate = (INDUCTOR, ADD)) -> Plan:
     """The plan of this layer with this recipe and bias form (see `transport.plan_for`)."""
-    case = case_of(ffn, layout, settings, candidate)
-    return transport.plan_for(ffn.ep_group, ffn.ep_index, ffn.w1.device, case)
+    problem = problem_of(ffn, layout, settings, candidate)
+    return transport.plan_for(ffn.ep_group, ffn.ep_index, ffn.w1.device, problem)
 
 
-def case_of(ffn: Any, layout: Layout, settings: Settings, candidate: probe.Candidate) -> known_plans.Case:
+def problem_of(ffn: Any, layout: Layout, settings: Settings, candidate: probe.Candidate) -> known_plans.Problem:
     """What a plan of this layer is made for, in the current grad mode."""
     scale = getattr(ffn, "comm_scale", 1)
-    return known_plans.Case(layout, ffn.w1.dtype, torch.is_grad_enabled(), *candidate, scale, settings)
+    return known_plans.Problem(layout, ffn.w1.dtype, torch.is_grad_enabled(), *candidate, scale, settings)
 
 
 def _static(
@@ -282,8 +282,8 @@ def _at_trace_time(
     layout = Layout(P, B, T, D, H)
     resolved = torch._C._distributed_c10d._resolve_process_group(group) if group else None
     bias = settings.bias or form
-    case = known_plans.Case(layout, dtype, training, INDUCTOR, bias, comm_scale, settings)
-    _require_agreed_trace(resolved, layout, device, case)
-    chosen = transport.plan_for(resolved, rank, device, case)
+    problem = known_plans.Problem(layout, dtype, training, INDUCTOR, bias, comm_scale, settings)
+    _require_agreed_trace(resolved, layout, device, problem)
+    chosen = transport.plan_for(resolved, rank, device, problem)
     alias = overlap_alias(resolved, chosen) if exchanged else None
     return False, chosen.sizes, chosen.triton, alias, bias

@@ -38,7 +38,7 @@ def explain(ffn: Any, inputs: torch.Tensor) -> str:
         f"chunks     {len(sizes)} along L, of {', '.join(map(str, sizes))} tokens",
         f"schedule   {_schedule(chosen, layout, sent)}",
         f"plan       {chosen}",
-        f"origin     {_origin(ffn, api.case_of(ffn, layout, settings, candidate), chosen)}",
+        f"origin     {_origin(ffn, api.problem_of(ffn, layout, settings, candidate), chosen)}",
         f"exchange   {_size(sent)} sent per rank in each dispatch and each combine",
         f"transport  {_transport(layout.P, inputs, chosen, settings)}",
         f"gemms      {_gemms(inputs, chosen)}",
@@ -62,12 +62,12 @@ def _schedule(chosen: Plan, layout: Layout, sent: int) -> str:
     return f"exchanges start in the order {order}; at most {in_flight} of dispatches, packed and received, in flight{off}"
 
 
-def _origin(ffn: Any, case: known_plans.Case, chosen: Plan) -> str:
+def _origin(ffn: Any, problem: known_plans.Problem, chosen: Plan) -> str:
     """Where the plan comes from: the settings, a tuning, or a prediction by costs, and how old these are."""
-    group, device, settings, P = ffn.ep_group, ffn.w1.device, case.settings, case.layout.P
+    group, device, settings, P = ffn.ep_group, ffn.w1.device, problem.settings, problem.layout.P
     if P == 1 or settings.sizes or settings.chunks:
         return "set by A2A_FFN_CHUNKS" if settings.sizes or settings.chunks else "one rank has one chunk"
-    known = known_plans.tuned_plan(group, device, case)
+    known = known_plans.tuned_plan(group, device, problem)
     if known is not None and (known.value.plan.sizes, known.value.plan.peers) == (chosen.sizes, chosen.peers):
         tuned, where = known.value, _where(known)
         times = f"{tuned.seconds * 1e3:.4g} ms, the unchunked plan {tuned.unchunked_seconds * 1e3:.4g} ms"
@@ -76,7 +76,7 @@ def _origin(ffn: Any, case: known_plans.Case, chosen: Plan) -> str:
         return "the default through the peers' memory; not tuned"
     if settings.costs:
         return f"the fastest by simulation, with the costs of A2A_FFN_COSTS ({_costs(settings.costs)}); not tuned"
-    measured = known_plans.costs(group, P, device, case.dtype)
+    measured = known_plans.costs(group, P, device, problem.dtype)
     if measured is None:
         return "the default where no costs are measured; not tuned"
     found = f"measured {_age(measured.value.created)} ago ({_where(measured)}; {_costs(measured.value.costs)})"

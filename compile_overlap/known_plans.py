@@ -34,7 +34,7 @@ from .schedule import Plan
 PLAN, COSTS = "plan", "costs"
 
 
-class Case(NamedTuple):
+class Problem(NamedTuple):
     """What a plan is tuned for, beside the group and its machines; alike on all ranks."""
 
     layout: Layout
@@ -46,12 +46,12 @@ class Case(NamedTuple):
     settings: Settings
 
     @property
-    def key(self) -> Case:
-        """The case without the settings that do not bear on a plan, or are another field's."""
+    def key(self) -> Problem:
+        """The problem without the settings that do not bear on a plan, or are another field's."""
         return self._replace(settings=replace(self.settings, recipe=None, bias=None, strict=False))
 
     def described(self) -> dict[str, Any]:
-        """The case in JSON's types, with the settings that are not left to the plan."""
+        """The problem in JSON's types, with the settings that are not left to the plan."""
         asked = {name: str(value) for name, value in vars(self.key.settings).items() if value != getattr(Settings(), name)}
         return {
             "layout": asdict(self.layout), "dtype": str(self.dtype), "training": self.training, "recipe": self.recipe,
@@ -69,28 +69,28 @@ class Known(NamedTuple):
 _KNOWN: weakref.WeakKeyDictionary[Any, dict[Any, Known | None]] = weakref.WeakKeyDictionary()
 
 
-def tuned_plan(group: Any, device: torch.device, case: Case) -> Known | None:
-    """The `Tuned` plan that is known for a case; None where none is. All ranks of the group ask at its first question.
+def tuned_plan(group: Any, device: torch.device, problem: Problem) -> Known | None:
+    """The `Tuned` plan that is known for a problem; None where none is. All ranks of the group ask at its first question.
 
     Raises ValueError on all ranks where the first one's `A2A_FFN_PLANS` is unfit.
     """
-    if case.layout.P == 1 or case.settings.sizes or case.settings.chunks:
+    if problem.layout.P == 1 or problem.settings.sizes or problem.settings.chunks:
         return None
 
     def checked(value):
         tuned = Tuned.from_json(value)
-        check(tuned.plan, case, device)
+        check(tuned.plan, problem, device)
         return tuned
 
     def look_up(place):
-        return plan_store.read(PLAN, {**case.described(), **place}, checked)
+        return plan_store.read(PLAN, {**problem.described(), **place}, checked)
 
-    return _known(group, case.layout.P, device, (PLAN, case.key), look_up, Tuned.from_json)
+    return _known(group, problem.layout.P, device, (PLAN, problem.key), look_up, Tuned.from_json)
 
 
-def check(tuned: Plan, case: Case, device: torch.device) -> None:
+def check(tuned: Plan, problem: Problem, device: torch.device) -> None:
     """Raise ValueError unless a plan fits the layout, the device and the settings: what it says is not our own word."""
-    layout, settings, sizes = case.layout, case.settings, tuned.sizes
+    layout, settings, sizes = problem.layout, problem.settings, tuned.sizes
     quantum = plan.border_quantum(device.type, layout.rows, layout.H)
     most = sm_count(device) - 1 if device.type == "cuda" else 0
     fits = {
@@ -109,15 +109,15 @@ def check(tuned: Plan, case: Case, device: torch.device) -> None:
         raise ValueError(f"plan = {tuned}: must be such that {wrong[0]}")
 
 
-def keep(group: Any, device: torch.device, case: Case, tuned: Tuned) -> str | None:
-    """Take this plan for the case from now on, on all ranks, and keep it; the first rank's file, None where it keeps none."""
-    place = _place(group, case.layout.P, device)
+def keep(group: Any, device: torch.device, problem: Problem, tuned: Tuned) -> str | None:
+    """Take this plan for the problem from now on, on all ranks, and keep it; the first rank's file, None where it keeps none."""
+    place = _place(group, problem.layout.P, device)
 
     def write():
-        path = plan_store.write(PLAN, {**case.described(), **place}, tuned.as_json())
+        path = plan_store.write(PLAN, {**problem.described(), **place}, tuned.as_json())
         return None if path is None else str(path)
 
-    _remember(group, (PLAN, case.key), Known(tuned, stored=False))
+    _remember(group, (PLAN, problem.key), Known(tuned, stored=False))
     return groups.from_first(group, device, write)
 
 

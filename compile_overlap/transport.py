@@ -14,27 +14,27 @@ from . import gemms, known_plans, norms, notice, peers, plan, rooms
 from .config import CUBLAS, PEERS, Settings
 from .costs import Costs
 from .kernels import gemm_combine
-from .known_plans import Case
+from .known_plans import Problem
 from .layout import Layout
 from .recipes import ADD, INDUCTOR
 from .schedule import BACKWARD, FORWARD, Plan
 
 
-def plan_for(group: Any, rank: int, device: torch.device, case: Case) -> Plan:
+def plan_for(group: Any, rank: int, device: torch.device, problem: Problem) -> Plan:
     """The plan of a layer on this group, with buffers for it where it exchanges through the peers' memory.
 
-    The plan that was tuned for this case, or else the one that the settings and the group's costs give. A group's first
+    The plan that was tuned for this problem, or else the one that the settings and the group's costs give. A group's first
     plan measures the group, and each plan's decision is the group's: all its ranks call this together.
     """
-    layout, dtype, training, _, bias, _, settings = case
-    chosen = _as_tuned(group, rank, device, case)
+    layout, dtype, training, _, bias, _, settings = problem
+    chosen = _as_tuned(group, rank, device, problem)
     chosen = chosen or _exchanging(group, rank, layout, dtype, device, training, bias, settings)
-    return _completed(group, rank, device, case, chosen)
+    return _completed(group, rank, device, problem, chosen)
 
 
-def _completed(group, rank: int, device: torch.device, case: Case, chosen: Plan) -> Plan:
+def _completed(group, rank: int, device: torch.device, problem: Problem, chosen: Plan) -> Plan:
     """The plan with what runs by our kernels, and with its first GEMM in parts only where that changes no bit."""
-    layout, dtype, training, recipe, bias, _, settings = case
+    layout, dtype, training, recipe, bias, _, settings = problem
     own = ()
     if settings.gemms != CUBLAS and not chosen.reserved_sms:  # our GEMM takes all SMs
         own += gemms.agreed(group, layout, chosen.sizes, dtype, device, training, bias)
@@ -48,27 +48,27 @@ def _completed(group, rank: int, device: torch.device, case: Case, chosen: Plan)
     return chosen
 
 
-def _as_tuned(group, rank: int, device: torch.device, case: Case) -> Plan | None:
-    """The plan that was tuned for this case; None where none was, or the group has no peers' memory for it any more."""
-    known = known_plans.tuned_plan(group, device, case)
+def _as_tuned(group, rank: int, device: torch.device, problem: Problem) -> Plan | None:
+    """The plan that was tuned for this problem; None where none was, or the group has no peers' memory for it any more."""
+    known = known_plans.tuned_plan(group, device, problem)
     if known is None:
         return None
-    chosen = replace(known.value.plan, disabled=case.settings.disabled_passes)
+    chosen = replace(known.value.plan, disabled=problem.settings.disabled_passes)
     reason = None
     if chosen.peers:
-        reason = _obstacle(group, case.layout, case.dtype, device, case.training, case.bias, chosen.sizes)
+        reason = _obstacle(group, problem.layout, problem.dtype, device, problem.training, problem.bias, chosen.sizes)
     if reason is not None and rank == 0:
         notice.warn_once(f"the tuned plan {chosen} is not taken: {reason}")
     return chosen if reason is None else None
 
 
-def candidates(group: Any, rank: int, device: torch.device, case: Case, most: int | None = None) -> tuple[Plan, ...]:
+def candidates(group: Any, rank: int, device: torch.device, problem: Problem, most: int | None = None) -> tuple[Plan, ...]:
     """The plans worth timing for a layer, the unchunked one first: all ranks of the group call this together.
 
     The `most` best through collectives, by prediction (None: all), and through the peers' memory, where the settings leave
     or ask for it and the group can, whole and in two chunks.
     """
-    layout, dtype, training, _, bias, _, settings = case
+    layout, dtype, training, _, bias, _, settings = problem
     chosen = []
     if settings.transport in (None, PEERS) and "pin-order" not in settings.disabled_passes:
         for chunks in (1, 2):
@@ -78,7 +78,7 @@ def candidates(group: Any, rank: int, device: torch.device, case: Case, most: in
     if settings.transport != PEERS or not chosen:
         chosen += _ranked(group, layout, dtype, device, training, settings, most)
     chosen.sort(key=lambda each: (len(each.sizes) > 1, each.peers))
-    return tuple(dict.fromkeys(_completed(group, rank, device, case, each) for each in chosen))
+    return tuple(dict.fromkeys(_completed(group, rank, device, problem, each) for each in chosen))
 
 
 def _ranked(group, layout, dtype, device, training, settings, most: int | None) -> list[Plan]:

@@ -71,14 +71,14 @@ def tune(ffn: Any, inputs: torch.Tensor, *, compiled: bool = False, most: int = 
     same = groups.same_on_all_ranks(ffn.ep_group, layout.P, inputs.device, arguments)
     require(same, "tune", arguments, "called alike on every rank of the group")
 
-    case = api.case_of(ffn, layout, settings, candidate_of(ffn, inputs, layout, settings, compiled))
-    plans = transport.candidates(ffn.ep_group, ffn.ep_index, inputs.device, case, most)
-    measured = measure(ffn, inputs, case, plans, rounds)
+    problem = api.problem_of(ffn, layout, settings, candidate_of(ffn, inputs, layout, settings, compiled))
+    plans = transport.candidates(ffn.ep_group, ffn.ep_index, inputs.device, problem, most)
+    measured = measure(ffn, inputs, problem, plans, rounds)
     taken = fastest(measured)
     seconds = {each: statistics.median(samples) for each, samples in measured.items()}
     unchunked = next(iter(seconds.values()))
     tuned = Tuned(replace(taken, triton=(), disabled=()), seconds[taken], unchunked, int(time.time()))
-    path = known_plans.keep(ffn.ep_group, inputs.device, case, tuned)
+    path = known_plans.keep(ffn.ep_group, inputs.device, problem, tuned)
     calls.reset()
     return Tuning(taken, seconds, rounds, path)
 
@@ -98,17 +98,17 @@ def candidate_of(ffn: Any, inputs: torch.Tensor, layout: Any, settings: Settings
 
 
 def measure(
-    ffn: Any, inputs: torch.Tensor, case: known_plans.Case, plans: tuple[Plan, ...], rounds: int
+    ffn: Any, inputs: torch.Tensor, problem: known_plans.Problem, plans: tuple[Plan, ...], rounds: int
 ) -> dict[Plan, list[float]]:  # fmt: skip
     """The slowest rank's seconds of each plan in each of the rounds; without plans that do not compile or run.
 
     Raises RuntimeError where the first, unchunked plan does not.
     """
-    group, P, device = ffn.ep_group, case.layout.P, inputs.device
+    group, P, device = ffn.ep_group, problem.layout.P, inputs.device
     ready: dict[Plan, Callable[[], Any]] = {}
     with _progress(len(plans) + rounds, ffn.ep_index == 0) as step:
         for each in plans:
-            call, failure = _prepared(ffn, inputs, case, each)
+            call, failure = _prepared(ffn, inputs, problem, each)
             if failure is None:
                 ready[each] = call
             elif each == plans[0]:
@@ -125,11 +125,11 @@ def measure(
     return dict(zip(samples, slowest(group, P, device, list(samples.values()))))
 
 
-def _prepared(ffn, inputs, case, chosen: Plan) -> tuple[Callable[[], Any] | None, str | None]:
+def _prepared(ffn, inputs, problem, chosen: Plan) -> tuple[Callable[[], Any] | None, str | None]:
     """(the call that is timed, None) after it has run a few times, or (None, why a rank cannot run it)."""
-    candidate = case.recipe, case.bias
+    candidate = problem.recipe, problem.bias
     layer, tensors, failure = api._layer(
-        ffn, inputs.contiguous(), case.layout, case.settings, candidate, comp_only=False, chosen=chosen
+        ffn, inputs.contiguous(), problem.layout, problem.settings, candidate, comp_only=False, chosen=chosen
     )
     if failure is not None:
         return None, failure
@@ -144,7 +144,7 @@ def _prepared(ffn, inputs, case, chosen: Plan) -> tuple[Callable[[], Any] | None
         for _ in range(WARMUP):
             call()
 
-    _, failure = groups.attempt(ffn.ep_group, case.layout.P, inputs.device, warm_up)
+    _, failure = groups.attempt(ffn.ep_group, problem.layout.P, inputs.device, warm_up)
     return (call, None) if failure is None else (None, failure)
 
 

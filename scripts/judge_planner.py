@@ -124,11 +124,11 @@ def _judged(options, runtime, shape) -> dict:
     inputs = workload.inputs.detach().requires_grad_(options.backward)
     with torch.set_grad_enabled(options.backward):
         compiled, layout = not options.no_compile, check_call(ffn, inputs)
-        case = api.case_of(ffn, layout, settings, candidate_of(ffn, inputs, layout, settings, compiled))
-        planner = transport.plan_for(ffn.ep_group, ffn.ep_index, inputs.device, case)
+        problem = api.problem_of(ffn, layout, settings, candidate_of(ffn, inputs, layout, settings, compiled))
+        planner = transport.plan_for(ffn.ep_group, ffn.ep_index, inputs.device, problem)
         tuned = compile_overlap.tune(ffn, inputs, compiled=compiled, most=options.most, rounds=options.rounds)
-        plans = transport.candidates(ffn.ep_group, ffn.ep_index, inputs.device, case)
-        samples = measure(ffn, inputs, case, tuple(dict.fromkeys((*plans, planner, tuned.plan))), options.rounds)
+        plans = transport.candidates(ffn.ep_group, ffn.ep_index, inputs.device, problem)
+        samples = measure(ffn, inputs, problem, tuple(dict.fromkeys((*plans, planner, tuned.plan))), options.rounds)
     row = judged(shape, samples, planner, tuned.plan, four(samples, layout, inputs.device.type, settings))
     torch.compiler.reset()
     del workload, ffn, inputs

@@ -3,6 +3,8 @@
 Kinds: ``full`` (the whole block), ``comp-only`` (exchanges removed; not a layer latency), and ``comparison``
 (several modes, and variants of them as ``mode:variant``, measured in one run, see compare.py), and ``sweep`` (ratios
 of many comparisons, see sweep.py), and ``planner`` (all candidate plans of many shapes, see scripts/judge_planner.py).
+``calibration`` and ``simulation`` (scripts/calibrate.py, scripts/simulate.py) hold what was simulated, and say so:
+``simulated`` is true.
 """
 
 import json
@@ -29,6 +31,11 @@ _COMPARISON = {**_COMMON, "rounds": int, "transports": dict, "measurements": dic
 _SWEEP = {"schema": int, "kind": str, "environment": dict, "world_size": int, "pass": str, "shapes": str, "modes": dict}
 _PLANNER = {"schema": int, "kind": str, "configuration": dict, "environment": dict, "world_size": int, "pass": str,
             "settings": dict, "shapes": list, "geometric_means": dict}
+_SIMULATED = {
+    "calibration": {"fitted": dict, "fitted_on": list, "judged": list, "configurations": dict, "median_error": float,
+                    "median_error_of_configurations": float, "median_error_of_overlapped": float},
+    "simulation": {"calibration": str, "cases": list},
+}
 _VARIANTS = {"variants": dict, "failed": dict}  # of a comparison, absent from older records
 _STATISTICS = ("mean_s", "p50_s", "p90_s", "p99_s", "max_rank_median_s")
 
@@ -105,16 +112,12 @@ def validate(record):
         ValueError: naming the field, its value and what is allowed.
     """
     kind = record.get("kind")
+    if kind in _SIMULATED:
+        return _validate_simulated(record)
     if kind not in KINDS:
-        raise ValueError(f"kind={kind!r}: allowed are {', '.join(KINDS)}")
+        raise ValueError(f"kind={kind!r}: allowed are {', '.join((*KINDS, *_SIMULATED))}")
     fields = {"comparison": _COMPARISON, "sweep": _SWEEP, "planner": _PLANNER}.get(kind, _SINGLE)
-    for name, expected in fields.items():
-        if name not in record:
-            raise ValueError(f"record field {name!r} is missing")
-        if not isinstance(record[name], expected) or isinstance(record[name], bool):
-            raise ValueError(f"record field {name}={record[name]!r}: must be {expected}")
-    if record["schema"] != SCHEMA_VERSION:
-        raise ValueError(f"schema={record['schema']}: must be {SCHEMA_VERSION}")
+    _validate_fields(record, fields)
     if record["pass"] not in ("forward", "forward+backward"):
         raise ValueError(f"pass={record['pass']!r}: allowed are forward, forward+backward")
     if kind == "sweep":
@@ -126,6 +129,27 @@ def validate(record):
     measurements = record["measurements"] if kind == "comparison" else {kind: record}
     for name, measurement in measurements.items():
         _validate_measurement(name, measurement, record)
+    return record
+
+
+def _validate_fields(record, fields):
+    for name, expected in fields.items():
+        if name not in record:
+            raise ValueError(f"record field {name!r} is missing")
+        if not isinstance(record[name], expected) or isinstance(record[name], bool):
+            raise ValueError(f"record field {name}={record[name]!r}: must be {expected}")
+    if record["schema"] != SCHEMA_VERSION:
+        raise ValueError(f"schema={record['schema']}: must be {SCHEMA_VERSION}")
+
+
+def _validate_simulated(record):
+    _validate_fields(record, {"schema": int, **_SIMULATED[record["kind"]]})
+    if record.get("simulated") is not True:
+        raise ValueError(f"simulated={record.get('simulated')!r}: must be true, since nothing here was measured alone")
+    for row in record["judged" if record["kind"] == "calibration" else "cases"]:
+        times = {name: value for name, value in row.items() if name.endswith("_s")}
+        if not times or not all(isinstance(value, (int, float)) and 0 <= value < math.inf for value in times.values()):
+            raise ValueError(f"{row!r}: must hold finite times of at least 0 seconds")
     return record
 
 

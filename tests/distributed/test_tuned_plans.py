@@ -46,13 +46,13 @@ def _layer(rank, group=None, tokens=16):
     return ArchiveFFN(tokens, 64, 2, group=group, size=2, index=index), torch.randn(4, tokens, 64)
 
 
-def _case(ffn, x, candidate=("eager_exact", "add")):
+def _problem(ffn, x, candidate=("eager_exact", "add")):
     with torch.no_grad():
-        return api.case_of(ffn, check_call(ffn, x), api.Settings.from_environment(), candidate)
+        return api.problem_of(ffn, check_call(ffn, x), api.Settings.from_environment(), candidate)
 
 
-def _taken(ffn, case):
-    return transport.plan_for(ffn.ep_group, ffn.ep_index, CPU, case)
+def _taken(ffn, problem):
+    return transport.plan_for(ffn.ep_group, ffn.ep_index, CPU, problem)
 
 
 
@@ -63,11 +63,11 @@ def _own_disks(folder, rank):
     compile_overlap.reset()
     notice._SAID.clear()
     ffn, x = _layer(rank, group)
-    case = _case(ffn, x)
+    problem = _problem(ffn, x)
     kept = Tuned(Plan((2, 6) if rank == 0 else (6, 2), ratio_16ths=7), 1.0, 2.0, 1_700_000_000)
-    key = {**case.described(), **known_plans._place(group, 2, CPU)}
+    key = {**problem.described(), **known_plans._place(group, 2, CPU)}
     path = plan_store.write("plan", key, kept.as_json())
-    found = {"keys": key, "kept": str(_taken(ffn, case)), "first": dist.get_process_group_ranks(group or dist.group.WORLD)[0]}
+    found = {"keys": key, "kept": str(_taken(ffn, problem)), "first": dist.get_process_group_ranks(group or dist.group.WORLD)[0]}
     with torch.no_grad():
         found["explained"] = compile_overlap.explain(ffn, x)
 
@@ -75,7 +75,7 @@ def _own_disks(folder, rank):
     def after(change):
         compile_overlap.reset()
         change()
-        return str(_taken(ffn, case))
+        return str(_taken(ffn, problem))
 
     first = ffn.ep_index == 0
     found["broken"] = after(lambda: first and path.write_text("{"))
@@ -156,8 +156,8 @@ def _compiled(rank):
     ffn, x = _layer(rank, tokens=8)
     with torch.no_grad():
         found = compile_overlap.tune(ffn, x, rounds=2, compiled=True)
-        case = _case(ffn, x, ("inductor", "add"))
-        return found, _taken(ffn, case), str(_taken(ffn, case._replace(recipe="eager_exact")))
+        problem = _problem(ffn, x, ("inductor", "add"))
+        return found, _taken(ffn, problem), str(_taken(ffn, problem._replace(recipe="eager_exact")))
 
 
 def _tuned(folder, rank):
@@ -182,8 +182,8 @@ def _tuned(folder, rank):
 
     prepared = tune_module._prepared
 
-    def remember(ffn, inputs, case, chosen):
-        call, failure = prepared(ffn, inputs, case, chosen)
+    def remember(ffn, inputs, problem, chosen):
+        call, failure = prepared(ffn, inputs, problem, chosen)
         compiled[call] = chosen.sizes
         return call, failure
 
@@ -201,9 +201,9 @@ def _tuned(folder, rank):
     with pytest.raises(ValueError, match="called alike on every rank"):
         compile_overlap.tune(ffn, x, rounds=3 + rank)
 
-    def fails(ffn, inputs, case, chosen):
+    def fails(ffn, inputs, problem, chosen):
         reason = groups.attempt(None, 2, CPU, lambda: 1 / (rank if chosen.sizes == (4, 4) else 1))[1]
-        return (None, reason) if reason else remember(ffn, inputs, case, chosen)
+        return (None, reason) if reason else remember(ffn, inputs, problem, chosen)
 
     tune_module._prepared = fails
     found["one fails"] = compile_overlap.tune(ffn, x, rounds=3)

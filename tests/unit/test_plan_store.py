@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from compile_overlap import notice, plan_json, plan_store
 from compile_overlap.config import Settings
 from compile_overlap.costs import Costs
-from compile_overlap.known_plans import Case, check
+from compile_overlap.known_plans import Problem, check
 from compile_overlap.layout import Layout
 from compile_overlap.plan_store import Measured, Tuned
 from compile_overlap.schedule import Plan
@@ -163,15 +163,15 @@ def test_where_the_files_are(monkeypatch, tmp_path):
         plan_store.read("plan", KEY, Tuned.from_json)
 
 
-def _case(**settings):
-    return Case(Layout(2, 8, 16, 64, 128), torch.bfloat16, False, "inductor", "add", 1, Settings(**settings))
+def _problem(**settings):
+    return Problem(Layout(2, 8, 16, 64, 128), torch.bfloat16, False, "inductor", "add", 1, Settings(**settings))
 
 
-def test_a_case_is_described_without_what_does_not_bear_on_a_plan():
-    described = _case(strict=True, recipe="inductor", in_flight=3).described()
-    assert described == _case(in_flight=3).described() and described["settings"] == {"in_flight": "3"}
+def test_a_problem_is_described_without_what_does_not_bear_on_a_plan():
+    described = _problem(strict=True, recipe="inductor", in_flight=3).described()
+    assert described == _problem(in_flight=3).described() and described["settings"] == {"in_flight": "3"}
     assert json.loads(json.dumps(described)) == described and "rank" not in json.dumps(described)
-    assert _case(strict=True).key == _case().key != _case(in_flight=3).key
+    assert _problem(strict=True).key == _problem().key != _problem(in_flight=3).key
 
 
 @pytest.mark.parametrize("tuned, settings, rule", [
@@ -185,11 +185,11 @@ def test_a_case_is_described_without_what_does_not_bear_on_a_plan():
 ])  # fmt: skip
 def test_a_plan_that_does_not_fit_is_refused(tuned, settings, rule):
     with pytest.raises(ValueError, match=rule):
-        check(tuned, _case(**settings), CPU)
+        check(tuned, _problem(**settings), CPU)
 
 
 def test_borders_inside_a_vector_step_are_refused_on_cpu():
-    odd = _case()._replace(layout=Layout(2, 1, 16, 64, 24))
+    odd = _problem()._replace(layout=Layout(2, 1, 16, 64, 24))
     check(Plan((4, 4)), odd, CPU)
     with pytest.raises(ValueError, match="multiples of 4"):
         check(Plan((2, 6)), odd, CPU)

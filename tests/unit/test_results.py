@@ -8,7 +8,8 @@ from rankmixer import record
 
 FILES = sorted((Path(__file__).resolve().parents[2] / "reports" / "results").rglob("*.json"))
 TRACES = [path for path in FILES if path.name.endswith(".trace.json")]
-RECORDS = [path for path in FILES if path not in TRACES]
+SIMULATED = [path for path in FILES if path.parent.name == "simulated"]
+RECORDS = [path for path in FILES if path not in (*TRACES, *SIMULATED)]
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: f"{path.parent.name}/{path.name}")
@@ -16,6 +17,11 @@ def test_record(path):
     content = json.loads(path.read_text())
     record.validate(content)
     assert len(content["environment"]["git_commit"]) == 40
+
+
+@pytest.mark.parametrize("path", SIMULATED, ids=lambda path: path.name)
+def test_simulated(path):
+    assert record.validate(json.loads(path.read_text()))["simulated"] is True
 
 
 @pytest.mark.parametrize("path", TRACES, ids=lambda path: f"{path.parent.name}/{path.name}")
