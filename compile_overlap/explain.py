@@ -16,8 +16,8 @@ from .schedule import FORWARD, START, Plan, Work, build
 
 
 def explain(ffn: Any, inputs: torch.Tensor) -> str:
-    """Layout, the plan and its origin, recipe, transport, GEMMs, and what fell back, for `forward_ffn(ffn, inputs)` in the
-    current grad mode.
+    """Layout, the plan and its origin, recipe, transport, GEMMs, and what fell back, for `forward_ffn(ffn, inputs)` in
+    the current grad mode.
 
     Takes the decision if it has not been taken yet, so every rank of the group must call it.
     """

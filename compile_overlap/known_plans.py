@@ -1,8 +1,8 @@
 """What a group knows about its plans and costs without measuring: tuned in this process, or kept by its first rank.
 
 At the first question about something the group's first rank looks it up on its disk, and its answer goes to all ranks
-before anything else is decided; from then on every rank has it in memory. So ranks with other disks, or with none, agree,
-and a rank may ask again alone. Keys hold what a measurement depends on, and no rank.
+before anything else is decided; from then on every rank has it in memory. So ranks with other disks, or with none,
+agree, and a rank may ask again alone. Keys hold what a measurement depends on, and no rank.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Problem(NamedTuple):
 
     def described(self) -> dict[str, Any]:
         """The problem in JSON's types, with the settings that are not left to the plan."""
-        asked = {name: str(value) for name, value in vars(self.key.settings).items() if value != getattr(Settings(), name)}
+        default, settings = vars(Settings()), vars(self.key.settings)
+        asked = {name: str(value) for name, value in settings.items() if value != default[name]}
         return {
             "layout": asdict(self.layout), "dtype": str(self.dtype), "training": self.training, "recipe": self.recipe,
             "bias": self.bias, "comm_scale": self.comm_scale, "settings": asked,
@@ -70,7 +71,7 @@ _KNOWN: weakref.WeakKeyDictionary[Any, dict[Any, Known | None]] = weakref.WeakKe
 
 
 def tuned_plan(group: Any, device: torch.device, problem: Problem) -> Known | None:
-    """The `Tuned` plan that is known for a problem; None where none is. All ranks of the group ask at its first question.
+    """The `Tuned` plan that is known for a problem; None where none is. All ranks of the group ask the first time.
 
     Raises ValueError on all ranks where the first one's `A2A_FFN_PLANS` is unfit.
     """
@@ -110,7 +111,7 @@ def check(tuned: Plan, problem: Problem, device: torch.device) -> None:
 
 
 def keep(group: Any, device: torch.device, problem: Problem, tuned: Tuned) -> str | None:
-    """Take this plan for the problem from now on, on all ranks, and keep it; the first rank's file, None where it keeps none."""
+    """Take this plan for the problem from now on, on all ranks, and keep it: the first rank's file, or None."""
     place = _place(group, problem.layout.P, device)
 
     def write():
@@ -153,9 +154,10 @@ def _remember(group: Any, about: Any, known: Known) -> None:
 
 
 def _known(
-    group: Any, P: int, device: torch.device, about: Any, look_up: Callable[[dict], Any], from_json: Callable[[Any], Any]
+    group: Any, P: int, device: torch.device, about: Any, look_up: Callable[[dict], Any],
+    from_json: Callable[[Any], Any],
 ) -> Known | None:  # fmt: skip
-    """What is known about something; at the first question what `look_up` finds on the first rank's disk, for its place."""
+    """What is known about something; the first time what `look_up` finds on the first rank's disk for its place."""
     answers = _answers(group)
     if about not in answers:
         place = _place(group, P, device)
@@ -178,9 +180,9 @@ def _place(group: Any, P: int, device: torch.device) -> dict[str, Any]:
     if member not in _HOSTS:
         hosts = groups.gathered(group, P, device, socket.gethostname())
         _HOSTS[member] = [list(dict.fromkeys(hosts)).index(host) for host in hosts]
-    cuda = device.type == "cuda"
+    cuda, cpu = device.type == "cuda", f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     return {
-        "device": torch.cuda.get_device_name(device) if cuda else f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
+        "device": torch.cuda.get_device_name(device) if cuda else cpu,
         "torch": torch.__version__, "triton": _version("triton"),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
         "backend": dist.get_backend(group), "hosts": _HOSTS[member], "link": _link(), "code": _code(),

@@ -29,7 +29,7 @@ def loads(text: str) -> Plan:
 
 
 def parsed(text: str) -> Any:
-    """A JSON text's value. Raises ValueError for what is none, is larger than 64 Ki characters, or nested too deeply."""
+    """A JSON text's value. Raises ValueError for what is none, is above 64 Ki characters, or nested too deeply."""
     if len(text) > LARGEST:
         raise ValueError(f"{len(text)} characters: must be at most {LARGEST}")
     try:
@@ -56,7 +56,7 @@ def from_json(value: Any) -> Plan:
     read = {field.name: value[field.name] for field in fields(Plan)}
     plan = Plan(**{name: tuple(each) if isinstance(each, list) else each for name, each in read.items()})
     if not plan.sizes or min(plan.sizes) < 1 or plan.ratio_16ths < 1 or plan.ahead < 1:
-        raise ValueError(f"plan = {plan}: must be chunks of one token or more, with ratio and in-flight budget of at least 1")
+        raise ValueError(f"plan = {plan}: must be chunks of a token or more, ratio and in-flight budget of at least 1")
     if plan.own_first and not plan.peers or Plan.parse(str(plan)) != plan:
         raise ValueError(f"plan = {plan}: must be one that its text says; own-first goes with peers")
     return plan

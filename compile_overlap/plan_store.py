@@ -1,10 +1,11 @@
-"""Tuned plans and measured costs on disk, for later processes. A file is data: it is checked, never executed or trusted.
+"""Tuned plans and measured costs on disk, for later processes. A file is data: checked, never executed or trusted.
 
-One file holds one value and the whole key for which it was found, and is named by the key's digest. It is replaced whole,
-so that readers and several writers at once see one of the versions. What cannot be read is ignored with one notice.
+One file holds one value and the whole key for which it was found, and is named by the key's digest. It is replaced
+whole, so that readers and several writers at once see one of the versions. What cannot be read is ignored with one
+notice.
 
-The folder is `A2A_FFN_PLANS`, or `compile-overlap` in the user's cache (`$XDG_CACHE_HOME`, `~/.cache`); nothing is read or
-written with `A2A_FFN_PLANS=off`. Only the first rank of a group reads and writes (`known_plans`).
+The folder is `A2A_FFN_PLANS`, or `compile-overlap` in the user's cache (`$XDG_CACHE_HOME`, `~/.cache`); nothing is read
+or written with `A2A_FFN_PLANS=off`. Only the first rank of a group reads and writes (`known_plans`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Tuned:
-    """A plan found by timing, the slowest rank's medians of it and of the unchunked plan, and when (Unix time); seconds."""
+    """A plan found by timing, the slowest rank's median seconds of it and the unchunked one, and when (Unix time)."""
 
     plan: Plan
     seconds: float
@@ -100,7 +101,7 @@ def path_of(kind: str, key: dict[str, Any]) -> Path | None:
 
 
 def read(kind: str, key: dict[str, Any], from_json: Callable[[Any], Value]) -> Value | None:
-    """What is kept for a key, as `from_json` makes it from JSON's types; None where nothing is, or what is there is unfit."""
+    """What is kept for a key, as `from_json` makes it from JSON's types; None where nothing is, or it is unfit."""
     place = path_of(kind, key)
     if place is None:
         return None
@@ -139,7 +140,7 @@ def write(kind: str, key: dict[str, Any], value: dict[str, Any]) -> Path | None:
     part = None
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=place.parent, prefix=place.stem, suffix=".part", delete=False) as part:
+        with tempfile.NamedTemporaryFile("w", dir=place.parent, suffix=".part", delete=False) as part:
             part.write(text + "\n")
         os.replace(part.name, place)
     except OSError as error:

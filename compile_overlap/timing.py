@@ -43,7 +43,7 @@ class Stopwatch:
 
 
 def slowest(group: Any, P: int, device: torch.device, seconds: list[list[float]]) -> list[list[float]]:
-    """Each sample of the rank that took longest for it: rows of equally many seconds, the same on every rank afterwards."""
+    """Each sample of the rank that took longest for it: rows of equally many seconds, then the same on every rank."""
     agreed = torch.tensor(seconds, dtype=torch.float64, device=device)
     if P > 1:
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)

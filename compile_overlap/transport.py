@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from . import group as groups
 from . import gemms, known_plans, norms, notice, peers, plan, rooms
-from .config import CUBLAS, PEERS, Settings
+from .config import CUBLAS, PEERS
 from .costs import Costs
 from .kernels import gemm_combine
 from .known_plans import Problem
@@ -23,8 +23,8 @@ from .schedule import BACKWARD, FORWARD, Plan
 def plan_for(group: Any, rank: int, device: torch.device, problem: Problem) -> Plan:
     """The plan of a layer on this group, with buffers for it where it exchanges through the peers' memory.
 
-    The plan that was tuned for this problem, or else the one that the settings and the group's costs give. A group's first
-    plan measures the group, and each plan's decision is the group's: all its ranks call this together.
+    The plan that was tuned for this problem, or else the one that the settings and the group's costs give. A group's
+    first plan measures the group, and each plan's decision is the group's: all its ranks call this together.
     """
     layout, dtype, training, _, bias, _, settings = problem
     chosen = _as_tuned(group, rank, device, problem)
@@ -49,7 +49,7 @@ def _completed(group, rank: int, device: torch.device, problem: Problem, chosen:
 
 
 def _as_tuned(group, rank: int, device: torch.device, problem: Problem) -> Plan | None:
-    """The plan that was tuned for this problem; None where none was, or the group has no peers' memory for it any more."""
+    """The plan that was tuned for this problem; None where none was, or the group has no peers' memory for it now."""
     known = known_plans.tuned_plan(group, device, problem)
     if known is None:
         return None
@@ -62,11 +62,13 @@ def _as_tuned(group, rank: int, device: torch.device, problem: Problem) -> Plan 
     return chosen if reason is None else None
 
 
-def candidates(group: Any, rank: int, device: torch.device, problem: Problem, most: int | None = None) -> tuple[Plan, ...]:
+def candidates(
+    group: Any, rank: int, device: torch.device, problem: Problem, most: int | None = None
+) -> tuple[Plan, ...]:  # fmt: skip
     """The plans worth timing for a layer, the unchunked one first: all ranks of the group call this together.
 
-    The `most` best through collectives, by prediction (None: all), and through the peers' memory, where the settings leave
-    or ask for it and the group can, whole and in two chunks.
+    The `most` best through collectives, by prediction (None: all), and through the peers' memory, where the settings
+    leave or ask for it and the group can, whole and in two chunks.
     """
     layout, dtype, training, _, bias, _, settings = problem
     chosen = []

@@ -1,8 +1,8 @@
 """`tune`: the plan of a layer by timing the best few on the layer itself, instead of by prediction alone.
 
-The candidates are compiled, then timed in turns, so that drift of clocks and links meets all of them. Every sample is the
-slowest rank's, so that all ranks hold the same times and choose alike. The plan is taken by later calls of this process,
-and by later processes on such machines (`plan_store`).
+The candidates are compiled, then timed in turns, so that drift of clocks and links meets all of them. Every sample is
+the slowest rank's, so that all ranks hold the same times and choose alike. The plan is taken by later calls of this
+process, and by later processes on such machines (`plan_store`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STANDARD_ERRORS = 3
 
 @dataclass(frozen=True)
 class Tuning:
-    """What `tune` found: `seconds` has each plan's median of the slowest rank, the unchunked plan first; `path` the file."""
+    """What `tune` found. `seconds`: each plan's median of the slowest rank, the unchunked one's first; `path`: the file."""
 
     plan: Plan
     seconds: dict[Plan, float]
@@ -52,24 +52,25 @@ class Tuning:
 def tune(ffn: Any, inputs: torch.Tensor, *, compiled: bool = False, most: int = 4, rounds: int = 20) -> Tuning:
     """Time the `most` best plans of `forward_ffn(ffn, inputs)` and the unchunked one, and take the fastest from now on.
 
-    Forward and backward with gradients enabled, else the forward; inputs [B,T,D]. `compiled`: of the layer that an outer
-    `torch.compile` inlines, which has to be tuned before it is compiled; otherwise of the one that eager calls take. Plans
-    through the peers' memory are among them where the group can. Another plan than the unchunked one is taken only where
-    it is faster by more than noise. Gradients that have been accumulated are left alone.
+    Forward and backward with gradients enabled, else the forward; inputs [B,T,D]. `compiled`: of the layer that an
+    outer `torch.compile` inlines, which has to be tuned before it is compiled; otherwise of the one that eager calls
+    take. Plans through the peers' memory are among them where the group can. Another plan than the unchunked one is
+    taken only where it is faster by more than noise. Gradients that have been accumulated are left alone.
 
-    All ranks of the group call this alike. Raises ValueError for bad input, for settings that leave nothing to choose, and
-    where the reference would answer, before any exchange.
+    All ranks of the group call this alike. Raises ValueError for bad input, for settings that leave nothing to choose,
+    and where the reference would answer, before any exchange of the layer's.
     """
     layout, settings = check_call(ffn, inputs), Settings.from_environment()
-    for name, value in (("most", most), ("rounds", rounds)):
-        require(type(value) is int and value >= 1, name, value, "a count of at least 1")
-    require(layout.P > 1, "ffn.ep_group_size", layout.P, "at least 2: one rank has nothing to overlap")
-    require(not settings.chunks and not settings.sizes, "A2A_FFN_CHUNKS", settings.sizes or settings.chunks, "unset to tune")
-    reason = plan.unsupported(ffn, inputs) or plan.decomposed(layout, inputs)
-    require(reason is None, "ffn", type(ffn).__name__, f"a layer that is overlapped, but {reason}")
     arguments = layout, inputs.dtype, torch.is_grad_enabled(), settings, compiled, most, rounds
     same = groups.same_on_all_ranks(ffn.ep_group, layout.P, inputs.device, arguments)
     require(same, "tune", arguments, "called alike on every rank of the group")
+    for name, value in (("most", most), ("rounds", rounds)):
+        require(type(value) is int and value >= 1, name, value, "a count of at least 1")
+    require(layout.P > 1, "ffn.ep_group_size", layout.P, "at least 2: one rank has nothing to overlap")
+    set_chunks = settings.sizes or settings.chunks
+    require(not set_chunks, "A2A_FFN_CHUNKS", set_chunks, "unset to tune")
+    reason = plan.unsupported(ffn, inputs) or plan.decomposed(layout, inputs)
+    require(reason is None, "ffn", type(ffn).__name__, f"a layer that is overlapped, but {reason}")
 
     problem = api.problem_of(ffn, layout, settings, candidate_of(ffn, inputs, layout, settings, compiled))
     plans = transport.candidates(ffn.ep_group, ffn.ep_index, inputs.device, problem, most)
@@ -85,15 +86,18 @@ def tune(ffn: Any, inputs: torch.Tensor, *, compiled: bool = False, most: int = 
 
 def candidate_of(ffn: Any, inputs: torch.Tensor, layout: Any, settings: Settings, compiled: bool) -> probe.Candidate:
     """The recipe and bias form that answer such calls. Raises ValueError where the reference does."""
+    overlapped = f"ffn = {type(ffn).__name__}: must be a layer that is overlapped"
     if compiled:
-        require(settings.recipe != EAGER_EXACT, "A2A_FFN_RECIPE", EAGER_EXACT, f"{INDUCTOR} inside an outer torch.compile")
+        allowed = f"{INDUCTOR} inside an outer torch.compile"
+        require(settings.recipe != EAGER_EXACT, "A2A_FFN_RECIPE", settings.recipe, allowed)
         form = settings.bias or probe.observed_bias_form(ffn)
         reason = probe.difference_from_reference(ffn, form)
         if not groups.all_ranks(ffn.ep_group, layout.P, inputs.device, reason is None):
-            raise ValueError(f"ffn = {type(ffn).__name__}: must be a layer that is overlapped, but {reason or 'another rank'}")
+            raise ValueError(f"{overlapped}, but {reason or 'on another rank it differs from the reference'}")
         return INDUCTOR, form
     decision = api.decide(ffn, inputs, layout, settings)
-    require(decision.recipe is not None, "ffn", type(ffn).__name__, f"a layer that is overlapped, but {decision.reason}")
+    if decision.recipe is None:
+        raise ValueError(f"{overlapped}, but {decision.reason}")
     return decision.recipe, decision.bias
 
 
@@ -151,8 +155,9 @@ def _prepared(ffn, inputs, problem, chosen: Plan) -> tuple[Callable[[], Any] | N
 def fastest(measured: dict[Plan, list[float]]) -> Plan:
     """The plan with the smallest median; the first, unchunked one unless that is slower by more than noise.
 
-    Plans are compared within each round: the median difference must exceed 1 % of the unchunked plan's median, and three
-    standard errors of itself (1.25 times the deviation over the root of the rounds, which is 1.48 times the median one).
+    Plans are compared within each round: the median difference must exceed 1 % of the unchunked plan's median, and
+    three standard errors of a median (1.25 standard deviations over the root of the rounds, the deviation taken as 1.48
+    times the median absolute one).
     """
     unchunked, *_ = measured
     best = min(measured, key=lambda each: statistics.median(measured[each]))

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-r"""How good the plans are: for each shape all candidates are timed, and the planner's and the tuned choice held against them.
+r"""How good the plans are: all candidates of each shape are timed, the planner's and the tuned choice judged by them.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 scripts/judge_planner.py \
-        --shapes reports/shapes/held_out_32.json --output planner.json [--backward] [--no-compile] [the benchmark's flags]
+        --shapes reports/shapes/held_out_32.json --output planner.json [--backward] [--no-compile] [benchmark's flags]
 
 For each shape: `planner` is the plan that the layer takes untuned, `tuned` what `compile_overlap.tune` chooses by
-measurements of its own, `four` four even chunks through collectives (fewer where L is small), `unchunked` one chunk, and the
-best is the fastest of all candidates, through the peers' memory among them where the settings leave it and the group can
-(`A2A_FFN_TRANSPORT=collectives` leaves them out). Candidates are timed in turns on the FFN alone, the slowest rank of each
-round. Reported is each choice's median over the best one's, and the geometric mean of these ratios over the shapes.
+measurements of its own, `four` four even chunks through collectives (fewer where L is small), `unchunked` one chunk,
+and the best is the fastest of all candidates, through the peers' memory among them where the settings leave it and the
+group can (`A2A_FFN_TRANSPORT=collectives` leaves them out). Candidates are timed in turns on the FFN alone, the slowest
+rank of each round. Reported is each choice's median over the best one's, and the geometric mean of these ratios over the
+shapes.
 
 The record is written after every shape; run again, it goes on with the shapes that it does not hold.
 """
@@ -139,14 +140,14 @@ def _judged(options, runtime, shape) -> dict:
 
 
 def four(plans, layout, device: str, settings: Settings):
-    """Among these plans four even chunks through collectives, or as many as L allows; None where they are not among them."""
+    """Among these plans four even chunks through collectives, or as many as L allows; None where there are none."""
     quantum = plan.border_quantum(device, layout.rows, layout.H)
     sizes = plan.chunk_sizes(layout.L, layout.P, replace(settings, chunks=4), quantum)
     return next((each for each in plans if each.sizes == sizes and not each.peers), None)
 
 
 def judged(shape, samples, planner, tuned, four_chunks) -> dict:
-    """The record's row of one shape from `samples`: {plan: the slowest rank's seconds in each round}, unchunked first."""
+    """The record's row of one shape; `samples`: {plan: the slowest rank's seconds in each round}, unchunked first."""
     median = {each: statistics.median(seconds) for each, seconds in samples.items()}
     best = min(median, key=median.get)
     named = {"planner": planner, "tuned": tuned, "four": four_chunks, "unchunked": next(iter(samples)), "best": best}
@@ -162,10 +163,13 @@ def judged(shape, samples, planner, tuned, four_chunks) -> dict:
 
 def means(rows) -> dict[str, float]:
     """The geometric mean of each choice's ratios to the best plan, over the shapes that have it."""
+    return {name: record.geometric_mean(each) for name, each in ratios(rows).items()}
+
+
+def ratios(rows) -> dict[str, list[float]]:
+    """Each choice's ratios to the best plan, of the shapes that have it."""
     names = dict.fromkeys(name for row in rows for name in row["over_best"])
-    return {
-        name: record.geometric_mean([row["over_best"][name] for row in rows if name in row["over_best"]]) for name in names
-    }
+    return {name: [row["over_best"][name] for row in rows if name in row["over_best"]] for name in names}
 
 
 def _record(parser, options, runtime, rows) -> dict:
@@ -189,10 +193,9 @@ def describe(row) -> str:
 def summary(rows) -> str:
     """The choices' ratios to the best plan: geometric mean, worst, and shapes within 3 %."""
     lines = [f"\nslower than the best plan by, over {len(rows)} shapes"]
-    for name, mean in means(rows).items():
-        ratios = [row["over_best"][name] for row in rows if name in row["over_best"]]
-        within = sum(ratio <= 1.03 for ratio in ratios)
-        lines.append(f"  {name:<10} geometric mean {mean - 1:.1%}, worst {max(ratios) - 1:.1%}, {within} within 3 %")
+    for name, each in ratios(rows).items():
+        mean, within = record.geometric_mean(each), sum(ratio <= 1.03 for ratio in each)
+        lines.append(f"  {name:<10} geometric mean {mean - 1:.1%}, worst {max(each) - 1:.1%}, {within} within 3 %")
     return "\n".join(lines)
 
 

@@ -176,7 +176,7 @@ def _validate_planner(record):
         for choice, plan in row["choices"].items():
             expected = seconds.get(plan, math.nan) / min(seconds.values())
             if not math.isclose(row["over_best"].get(choice, math.nan), expected):
-                raise ValueError(f"{row['shape']}: over_best.{choice}: the samples' is {expected}, of the plan {plan!r}")
+                raise ValueError(f"{row['shape']}: over_best.{choice}: the samples' of {plan!r} is {expected}")
             ratios.setdefault(choice, []).append(expected)
     for choice, values in ratios.items():
         if not math.isclose(record["geometric_means"].get(choice, math.nan), geometric_mean(values)):

@@ -22,7 +22,7 @@ def require_tunable(options, overlaps, world_size):
 
 
 def tune(workload):
-    """Tune the plan of the workload's layer as its modes call it; {plan: seconds} and the choice, None without ``--tune``.
+    """Tune the plan of the workload's layer as its modes call it; what was found, for the record, or None.
 
     Prints what was found. Raises ValueError on every rank where the plugin has nothing to choose.
     """

@@ -45,8 +45,9 @@ def _with(**changes):
 
 
 @pytest.mark.parametrize("value", [
-    None, [], "8,8 r4 a2 b1 s0", {}, {"version": 1}, _with(version=2), _with(version=True), _with(version="1"), _with(more=1),
-    _with(sizes=[]), _with(sizes=[2, 0]), _with(sizes=[2, -1]), _with(sizes=[2.0]), _with(sizes=[True, 2]), _with(sizes="8"),
+    None, [], "8,8 r4 a2 b1 s0", {}, {"version": 1}, _with(version=2), _with(version=True), _with(version="1"),
+    _with(more=1), _with(sizes=[]), _with(sizes=[2, 0]), _with(sizes=[2, -1]), _with(sizes=[2.0]),
+    _with(sizes=[True, 2]), _with(sizes="8"),
     _with(sizes=[1 << 40]), _with(ratio_16ths=0), _with(ahead=0), _with(backlog=-1), _with(reserved_sms=None),
     _with(reserved_sms=10**400), _with(peers=1), _with(own_first=True), _with(triton=["a b"]), _with(triton=[3]),
     _with(disabled=["x]:other group"]), _with(disabled=["__import__('os')"]), _with(disabled=[""]),
@@ -181,7 +182,8 @@ def test_a_problem_is_described_without_what_does_not_bear_on_a_plan():
     (Plan((4, 4), peers=True), {"transport": "collectives"}, "one of the settings"),
     (Plan((8,), peers=True, own_first=True), {}, "one of the settings"),
     (Plan((8,), reserved_sms=0), {"reserved_sms": 4}, "one of the settings"),
-    (Plan((8,), triton=("forward",)), {}, "names no kernels"), (Plan((8,), disabled=("reorder",)), {}, "names no kernels"),
+    (Plan((8,), triton=("forward",)), {}, "names no kernels"),
+    (Plan((8,), disabled=("reorder",)), {}, "names no kernels"),
 ])  # fmt: skip
 def test_a_plan_that_does_not_fit_is_refused(tuned, settings, rule):
     with pytest.raises(ValueError, match=rule):
