@@ -56,19 +56,17 @@ def _taken(ffn, problem):
 
 
 
-def _own_disks(folder, rank):
+def _own_disks(folder, rank, group):
     """Each rank has a folder of its own, and another plan in it."""
     os.environ["A2A_FFN_PLANS"] = str(folder / str(rank))
-    group = dist.new_group([1, 0], use_local_synchronization=True) if folder.name == "reversed" else None
     compile_overlap.reset()
     notice._SAID.clear()
     ffn, x = _layer(rank, group)
     problem = _problem(ffn, x)
-    kept = Tuned(Plan((2, 6) if rank == 0 else (6, 2), ratio_16ths=7), 1.0, 2.0, 1_700_000_000)
+    kept = Tuned(Plan((2, 6) if ffn.ep_index == 0 else (6, 2), ratio_16ths=7), 1.0, 2.0, 1_700_000_000)
     key = {**problem.described(), **known_plans._place(group, 2, CPU)}
     path = plan_store.write("plan", key, kept.as_json())
-    members = dist.get_process_group_ranks(group or dist.group.WORLD)
-    found = {"keys": key, "kept": str(_taken(ffn, problem)), "first": members[0]}
+    found = {"keys": key, "kept": str(_taken(ffn, problem))}
     with torch.no_grad():
         found["explained"] = compile_overlap.explain(ffn, x)
 
@@ -107,42 +105,47 @@ def _own_disks(folder, rank):
     return found
 
 
-def _measured_costs(folder, rank):
+def _measured_costs(folder, rank, group):
     """As if gloo's group were one whose costs are measured: the first rank's table goes to all, measured once."""
     os.environ["A2A_FFN_PLANS"] = str(folder / str(rank))
     compile_overlap.reset()
     dist.get_backend, calls = lambda group=None: "nccl", []
     known_plans.costs_of = lambda *_: calls.append(rank) or Costs(6e-5, 2.4e10, 5.6e14)
-    found = [known_plans.costs(None, 2, CPU, torch.bfloat16) for _ in range(2)]
+    found = [known_plans.costs(group, 2, CPU, torch.bfloat16) for _ in range(2)]
     compile_overlap.reset()
-    if rank:  # another table here
-        key = {"dtype": "torch.bfloat16", **known_plans._place(None, 2, CPU)}
+    if dist.get_rank(group):  # another table here
+        key = {"dtype": "torch.bfloat16", **known_plans._place(group, 2, CPU)}
         plan_store.write("costs", key, Measured(Costs(1.0, 1.0, 1.0), 5).as_json())
-    return [*found, known_plans.costs(None, 2, CPU, torch.bfloat16)], calls
+    return [*found, known_plans.costs(group, 2, CPU, torch.bfloat16)], calls
+
+
+PAIRS = {"the world's first": [0, 1], "not the world's first": [1, 2]}
 
 
 def _looked_up(folder, rank):
-    found = {name: _own_disks(folder / name, rank) for name in ("world", "reversed")}
-    return {**found, "costs": _measured_costs(folder / "costs", rank)}
+    groups_of = {name: dist.new_group(pair) for name, pair in PAIRS.items()}
+    found = {name: _own_disks(folder / name, rank, groups_of[name]) for name, pair in PAIRS.items() if rank in pair}
+    if rank:
+        found["costs"] = _measured_costs(folder / "costs", rank, groups_of["not the world's first"])
+    return found
 
 
 @pytest.fixture(scope="module")
 def looked_up(tmp_path_factory):
     folder = tmp_path_factory.mktemp("looked_up")
-    return run_on_ranks(functools.partial(_looked_up, folder), 2, folder)
+    return run_on_ranks(functools.partial(_looked_up, folder), 3, folder)
 
 
 def test_costs_are_the_first_rank_s_and_measured_once(looked_up):
-    for (measured, known, later), calls in (found["costs"] for found in looked_up):
+    for (measured, known, later), calls in (found["costs"] for found in looked_up[1:]):
         assert measured == known and not measured.stored and len(calls) == 1
         assert later.stored and later.value.costs == measured.value.costs
 
 
-@pytest.mark.parametrize("name", ["world", "reversed"])
+@pytest.mark.parametrize("name", PAIRS)
 def test_the_first_rank_s_disk_is_the_group_s(name, looked_up):
-    ranks = [found[name] for found in looked_up]
-    first = ranks[ranks[0]["first"]]
-    kept = "2,6 r7 a2 b1 s0" if ranks[0]["first"] == 0 else "6,2 r7 a2 b1 s0"
+    ranks, kept = [looked_up[rank][name] for rank in PAIRS[name]], "2,6 r7 a2 b1 s0"
+    first = ranks[0]
     for found in ranks:
         assert found["keys"] == first["keys"] and found["kept"] == kept
         assert "origin     tuned" in found["explained"] and "(stored): 1000 ms" in found["explained"]
