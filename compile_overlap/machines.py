@@ -2,11 +2,11 @@
 
 Where the numbers come from:
 
-- **H200**: measured on two of them (NV18 link, torch 2.11.0): `flops_per_s` and `overhead_k` are those of cuBLAS's GEMMs of
-  the default workload by trace (740 TFLOP/s at K = 1280, 785 at K = 7680), `bytes_per_s` a copy of 80 MiB. The data sheet
-  says 989 TFLOP/s dense bf16, 4.8 TB/s, 132 SMs.
-- **H100 (SXM), H800, H20**: data sheets (989, 989, 148 TFLOP/s dense bf16; 3.35, 3.35, 4.0 TB/s; 132, 132, 78 SMs), times
-  the share of its data sheet that an H200 reached. Never measured.
+- **H200**: measured on two of them (NV18 link, torch 2.11.0): `flops_per_s` and `overhead_k` are those of cuBLAS's
+  GEMMs of the default workload by trace (740 TFLOP/s at K = 1280, 785 at K = 7680), `bytes_per_s` a copy of 80 MiB.
+  The data sheet says 989 TFLOP/s dense bf16, 4.8 TB/s, 132 SMs.
+- **H100 (SXM), H800, H20**: data sheets (989, 989, 148 TFLOP/s dense bf16; 3.35, 3.35, 4.0 TB/s; 132, 132, 78 SMs),
+  times the share of its data sheet that an H200 reached. Never measured.
 - **NVLink**: an NCCL all-to-all of two H200s; H100 and H20 have the same 900 GB/s, an H800 400 GB/s, scaled alike.
 - **Host shared memory, TCP on loopback**: NCCL between the same two H200s with `NCCL_P2P_DISABLE=1`, and with
   `NCCL_SHM_DISABLE=1` besides.
@@ -38,8 +38,10 @@ class Gpu:
     bytes_per_s: float
     overhead_k: int = 96
 
-    def gemm_seconds(self, batch: int, rows: int, inner: int, columns: int, itemsize: int, reserved_sms: int = 0) -> float:
-        """Time of [batch,rows,inner] x [batch,inner,columns]: waves of the best tile over the SMs, or its traffic's time.
+    def gemm_seconds(
+        self, batch: int, rows: int, inner: int, columns: int, itemsize: int, reserved_sms: int = 0
+    ) -> float:
+        """Time of [batch,rows,inner] x [batch,inner,columns]: waves of the best tile over the SMs, or its traffic.
 
         Tiles cut off by the last row fill the gaps of the last wave; each costs its share of a whole one.
         """
@@ -51,7 +53,7 @@ class Gpu:
 
 
 def _waves(batch: int, rows: int, columns: int, tile: tuple[int, int], sms: int) -> float:
-    """How many tiles one SM computes, in whole tiles and parts of cut ones, of which a GPU multiplies 64 rows at least."""
+    """How many tiles one SM computes, in whole tiles and parts of cut ones, of 64 rows at least."""
     height, width = tile
     across = batch * -(-columns // width)
     whole, cut = divmod(rows, height)
@@ -98,9 +100,9 @@ class Passes:
 
 @dataclass(frozen=True)
 class Layer:
-    """One implementation of the layer: `gemms`, the share of the GPU's GEMM rate that it reaches; the host's time for each
-    kernel, each functional collective (start and wait) and a call; kernels of a gated norm and of each half of the block;
-    the traffic of both."""
+    """One implementation of the layer: `gemms`, the share of the GPU's GEMM rate that it reaches; the host's time for
+    each kernel, each functional collective (start and wait) and a call; kernels of a gated norm and of each half of
+    the block; the traffic of both."""
 
     gemms: float
     launch_s: float
@@ -135,7 +137,7 @@ class Stack:
 class Machine:
     """GPUs of one kind: those of a host are joined by `local`, hosts by `cards` network cards each, `card` one of them.
 
-    `memory_bytes_per_s`: what a rank's stores and copies into the memory of its host's peers reach; None where they cannot.
+    `memory_bytes_per_s`: what a rank's stores and copies into its host's peers' memory reach; None where they cannot.
     """
 
     gpu: Gpu
@@ -194,9 +196,9 @@ GPUS = {
 
 
 class Fitted(NamedTuple):
-    """What `scripts/calibrate.py` fits: rates of the two links, an exchange's latency in a layer, traversals of the gated
-    norm's backward with the sums beside it (Inductor's, ATen's, ours), and the host's time for an eager kernel, an eager
-    collective, and an exchange through the peers' memory."""
+    """What `scripts/calibrate.py` fits: rates of the two links, an exchange's latency in a layer, traversals of the
+    gated norm's backward with the sums beside it (Inductor's, ATen's, ours), and the host's time for an eager kernel,
+    an eager collective, and an exchange through the peers' memory."""
 
     nvlink_bytes_per_s: float = 225e9
     shared_memory_bytes_per_s: float = 23.5e9
@@ -221,10 +223,11 @@ def stacks(fitted: Fitted) -> dict[str, Stack]:
     """The software that was measured, by name.
 
     The gated norm alone at the default workload on an H200: ATen's kernels 3.88 ms, Inductor's 1.16, ours 0.77 (in
-    Inductor's order of summation) and 0.69 (in ATen's); one traversal of [L,P*B,H] takes 0.123 ms. The block's forward and
-    backward by trace: 0.30 and 0.43 ms compiled, one traversal of [B,T,D] 0.020 ms. A chunk more costs 0.03 ms forward (four
-    and eight chunks in a CUDA graph) and 0.2 backward (two and four by trace). The forward's GEMMs on torch 2.6.0: 3.97 ms by cuBLAS, 3.1 in our layer, where some
-    are Triton's; 2.56 on torch 2.11.0. A compiled call costs the host 0.1 ms, its functional collectives 0.12 ms each.
+    Inductor's order of summation) and 0.69 (in ATen's); one traversal of [L,P*B,H] takes 0.123 ms. The block's
+    forward and backward by trace: 0.30 and 0.43 ms compiled, one traversal of [B,T,D] 0.020 ms. A chunk more costs
+    0.03 ms forward (four and eight chunks in a CUDA graph) and 0.2 backward (two and four by trace). The forward's
+    GEMMs on torch 2.6.0: 3.97 ms by cuBLAS, 3.1 in our layer, where some are Triton's; 2.56 on torch 2.11.0. A
+    compiled call costs the host 0.1 ms, its functional collectives 0.12 ms each.
     """
     inductor = Passes(9.45, fitted.inductor_backward, 14.5, 21)
     aten = Passes(31.6, fitted.aten_backward, 30, 45)
@@ -241,7 +244,8 @@ def stacks(fitted: Fitted) -> dict[str, Stack]:
 
 def _older(stack: Stack) -> Stack:
     name = stack.name.replace("2.11.0", "2.6.0")
-    return replace(stack, name=name, reference=replace(stack.reference, gemms=0.645), own=replace(stack.own, gemms=0.83))
+    reference, own = replace(stack.reference, gemms=0.645), replace(stack.own, gemms=0.83)
+    return replace(stack, name=name, reference=reference, own=own)
 
 
 FITTED = Fitted()
@@ -253,10 +257,11 @@ _NVLINK_SHARE = {"H800": 400 / 900}  # of an H200's, by data sheet
 
 
 def machine(
-    gpu: str = H200.name, link: str = NVLINK.name, stack: str = COMPILED.name, *, cards: int = 8, gpus_per_host: int = 8,
-    fitted: Fitted = FITTED,
+    gpu: str = H200.name, link: str = NVLINK.name, stack: str = COMPILED.name, *,
+    cards: int = 8, gpus_per_host: int = 8, fitted: Fitted = FITTED,
 ) -> Machine:  # fmt: skip
-    """A machine by the names of its GPU (`GPUS`), of the link between a host's GPUs (`LINKS`) and of its software (`STACKS`)."""
+    """A machine by the names of its GPU (`GPUS`), the link between a host's GPUs (`LINKS`) and its software
+    (`STACKS`)."""
     local, memory = links(fitted)[link], None
     if link == NVLINK.name:
         share = _NVLINK_SHARE.get(gpu, 1.0)

@@ -69,10 +69,10 @@ def make_plan(
 def ranked(
     layout: Layout, element_size: int, device: str, training: bool, settings: Settings, costs: Costs | None
 ) -> tuple[Plan, ...]:
-    """All candidate plans of a layer through collectives, the predicted fastest first; `training` weighs the backward too.
+    """All candidate plans of a layer through collectives, the predicted fastest first; `training` weighs the backward.
 
-    Without `costs`, and at P = 1, nothing is predicted: the only one has the chunks that are asked for, or four even ones
-    (one at P = 1). Raises ValueError where `A2A_FFN_CHUNKS` does not fit L.
+    Without `costs`, and at P = 1, nothing is predicted: the only one has the chunks that are asked for, or four even
+    ones (one at P = 1). Raises ValueError where `A2A_FFN_CHUNKS` does not fit L.
     """
     if costs is None or layout.P == 1:
         quantum = border_quantum(device, layout.rows, layout.H)
@@ -87,8 +87,8 @@ def ranked_on(
 ) -> tuple[Plan, ...]:
     """`ranked` on a known machine.
 
-    Of the plans within `AS_FAST` of the fastest, the one with the fewest chunks comes first. The unchunked plan is among
-    them unless `settings` ask for chunks.
+    Of the plans within `AS_FAST` of the fastest, the one with the fewest chunks comes first. The unchunked plan is
+    among them unless `settings` ask for chunks.
     """
     unchunked = simulate(Case(machine, layout, Plan((layout.L,)), itemsize=element_size))
     ratio = min(MAX_RATIO_16THS, max(1, round(16 * unchunked.communication / 2 / unchunked.layer)))
@@ -110,7 +110,7 @@ def ranked_on(
 
 
 def _machine(device: str, costs: Costs) -> Machine:
-    """An H200 with what was measured on the group, or a CPU: one lane at the GEMMs' rate, with `CPU_PER_GEMM` for the rest."""
+    """An H200 with what was measured on the group, or a CPU: its GEMMs' rate, with `CPU_PER_GEMM` for the rest."""
     machine = machine_of().with_costs(costs)
     if device == "cuda":
         return machine
@@ -138,9 +138,9 @@ def _candidate_sizes(layout: Layout, settings: Settings, quantum: int) -> Iterat
 def peer_plan(layout: Layout, device: str, settings: Settings) -> Plan:
     """The plan of a layer that exchanges through the peers' memory: one chunk, unless asked otherwise.
 
-    Tiles are combined as they are done, so there is only the dispatch to hide: 0.12 ms of the default workload's on H200s,
-    under the GEMM of the rank's own rows if that is asked for. It is not the default: in the one comparison, the eager
-    forward on two H200s, two GEMMs, copies and signals cost 0.12 ms more than they hid.
+    Tiles are combined as they are done, so there is only the dispatch to hide: 0.12 ms of the default workload's on
+    H200s, under the GEMM of the rank's own rows if that is asked for. It is not the default: in the one comparison,
+    the eager forward on two H200s, two GEMMs, copies and signals cost 0.12 ms more than they hid.
     """
     quantum = border_quantum(device, layout.rows, layout.H)
     asked = settings.sizes or settings.chunks

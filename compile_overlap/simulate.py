@@ -7,13 +7,13 @@ The steps are those of `schedule.build`, the value that the passes follow. They 
     local      exchanges between the GPUs of a host: NVLink, or what there is
     network    exchanges between hosts, over their cards
 
-Collectives: one communicator runs its exchanges in order, each on both lanes. While NCCL's kernels run, a GEMM has fewer
-SMs; without reserved SMs a combine that is ready when the next GEMM begins starts behind it, and other exchanges are
-slower beside computation. Through the peers' memory: dispatches are stores and copies without a pack, a combine travels
-while the second GEMM computes; between hosts both are collectives.
+Collectives: one communicator runs its exchanges in order, each on both lanes. While NCCL's kernels run, a GEMM has
+fewer SMs; without reserved SMs a combine that is ready when the next GEMM begins starts behind it, and other
+exchanges are slower beside computation. Through the peers' memory: dispatches are stores and copies without a pack, a
+combine travels while the second GEMM computes; between hosts both are collectives.
 
-Everything here is simulated. A duration follows from the case alone, not from what happens to run at a time, so a faster
-link, GPU or host never makes the total longer.
+Everything here is simulated. A duration follows from the case alone, not from what happens to run at a time, so a
+faster link, GPU or host never makes the total longer.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ HOST_LEAD_S = 2e-4  # the benchmark's timer keeps the GPU busy for about this ti
 class Case:
     """What is simulated. `plan` None is the sequential reference `none`; `training` adds the backward.
 
-    `comm_scale` pads what exchanges send; without `exchanged` they cost nothing (comp-only). `by_rows`: what if the plan's
-    chunks were parts of the P*B rows, with all L tokens each? Weights are then read once for each chunk, and their
-    gradients added up.
+    `comm_scale` pads what exchanges send; without `exchanged` they cost nothing (comp-only). `by_rows`: what if the
+    plan's chunks were parts of the P*B rows, with all L tokens each? Weights are then read once for each chunk, and
+    their gradients added up.
     """
 
     machine: Machine
@@ -119,7 +119,7 @@ def _length(spans: list[list[float]]) -> float:
     return sum(end - begin for begin, end in spans)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=256)
 def simulate(case: Case) -> Timeline:
     """The timeline of one call on one rank. Raises ValueError where P does not fit the machine's hosts."""
     run = _Run(case)
@@ -213,7 +213,9 @@ class _Run:
         self.release()
         key, elements, peers = (step.chunk, step.exchange), self.payload(step.chunk), self.plan.peers
         packed = elements * (self.remote_share if peers else 1.0)
-        after = (self.compute(PACK, f"pack {label}", 2 * self.streamed(packed), step.reason),) if packed else (self.last[COMPUTE],)
+        after = (self.last[COMPUTE],)
+        if packed:
+            after = (self.compute(PACK, f"pack {label}", 2 * self.streamed(packed), step.reason),)
         if not self.case.exchanged or self.layout.P == 1:
             self.ends[key] = after
             return
@@ -254,7 +256,7 @@ class _Run:
         """Stores or copies into the memory of the host's peers; a combine's are those of the GEMM before it."""
         rate = self.machine.memory_bytes_per_s
         if rate is None:
-            raise ValueError(f"plan = {self.plan}: GPUs of {self.machine.local.name} do not address each other's memory")
+            raise ValueError(f"plan = {self.plan}: GPUs of {self.machine.local.name} cannot address each other")
         seconds = self.payload(step.chunk) * self.local_share * self.case.itemsize / rate
         if step.exchange == 2:
             before = self.intervals[self.second_gemm].cause
@@ -304,7 +306,7 @@ class _Run:
 
 
 class _Exchange(NamedTuple):
-    """A collective that has been issued: behind what it runs, whether it runs beside computation, parts that have begun."""
+    """A collective that has been issued: behind what it runs, whether beside computation, parts that have begun."""
 
     step: Step
     label: str

@@ -3,19 +3,20 @@ r"""Fit the simulated machine to four measured configurations, and judge it on a
 
     python scripts/calibrate.py [--json reports/results/simulated/calibration.json]
 
-A configuration is one comparison record under `reports/results/h200x2-*`: a workload, a software stack, a link, forward
-or forward and backward. Each of its modes is one latency, the slowest rank's median. Nine numbers (`machines.Fitted`) are
-fitted, one to each of the latencies in `FITS`, out of four configurations: forward and backward, compiled and eager, since
-no kernel was measured alone that gives the backward's; the forward over the slow link, whose exchanges nothing hides; and
-the smallest shape, which is the host's time alone. The other numbers of a machine are data sheets' or those of kernels
-measured alone (`compile_overlap/machines.py`).
+A configuration is one comparison record under `reports/results/h200x2-*`: a workload, a software stack, a link,
+forward or forward and backward. Each of its modes is one latency, the slowest rank's median. Nine numbers
+(`machines.Fitted`) are fitted, one to each of the latencies in `FITS`, out of four configurations: forward and
+backward, compiled and eager, since no kernel was measured alone that gives the backward's; the forward over the slow
+link, whose exchanges nothing hides; and the smallest shape, which is the host's time alone. The other numbers of a
+machine are data sheets' or those of kernels measured alone (`compile_overlap/machines.py`).
 
 Judged are all modes of the other configurations that the simulator knows: the sequential layer, the same without
-communication, and the overlapped layer with its chunks, through collectives and the peers' memory. Left out: modes whose
-order is not a schedule of ours (`naive`, Inductor's own passes, `with-sm`, `sm-free`), and the overlapped layer of records
-older than its schedule (they name no variants). What `kernel` chose is not in a record: for the first ones it is known
-(`PLANS`), else it is taken to be what the plan is now for that link. No number was fitted to a judged latency; but the
-model's form was settled by people who had seen them, so records that came later judge it best. Prints the table; with --json writes it, and the fitted numbers.
+communication, and the overlapped layer with its chunks, through collectives and the peers' memory. Left out: modes
+whose order is not a schedule of ours (`naive`, Inductor's own passes, `with-sm`, `sm-free`), and the overlapped layer
+of records older than its schedule (they name no variants). What `kernel` chose is not in a record: for the first ones
+it is known (`PLANS`), else it is taken to be what the plan is now for that link. No number was fitted to a judged
+latency; but the model's form was settled by people who had seen them, so records that came later judge it best.
+Prints the table; with --json writes it, and the fitted numbers.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ FITS = (  # in this order: a number depends on those above it
     ("peer_s", SMALL_EAGER, "kernel:peers"),
     ("own_backward", NVLINK_BACKWARD, "kernel:peers"),
 )
-# What `kernel` ran in records of these commits, at the default workload: link, training. Their traces show as many chunks.
+# What `kernel` ran at these commits, default workload: link, training. Their traces show as many chunks.
 COMMITS = ("c629428", "a843f9a")
 PLANS = {
     (machines.NVLINK.name, False): (4, 12, 12, 4),
@@ -207,7 +208,8 @@ def calibrate() -> dict[str, Any]:
               for name in dict.fromkeys(p["configuration"] for p in points)}  # fmt: skip
     return record.validate({
         "schema": record.SCHEMA_VERSION, "kind": "calibration", "simulated": True,
-        "fitted": fitted._asdict(), "fitted_on": [dict(zip(("parameter", "configuration", "mode"), each)) for each in FITS],
+        "fitted": fitted._asdict(),
+        "fitted_on": [dict(zip(("parameter", "configuration", "mode"), each)) for each in FITS],
         "judged": points, "configurations": errors,
         "median_error_of_overlapped": statistics.median(
             abs(p["error"]) for p in points if p["mode"].startswith("kernel")),
@@ -227,13 +229,14 @@ def table(result: dict[str, Any]) -> str:
         name = f"{point['configuration'].removeprefix('h200x2-')}  {point['mode']}"
         times = f"{point['measured_s'] * 1e3:>10.3f}{point['simulated_s'] * 1e3:>11.3f}"
         lines.append(f"{name:<78}{times}{point['error']:>+9.1%}")
-    within = sum(error <= TARGET_ERROR for error in result["configurations"].values())
+    errors = result["configurations"]
+    within = sum(error <= TARGET_ERROR for error in errors.values())
     lines += [
         "",
-        f"median error {result['median_error']:.1%} of {len(result['judged'])} latencies, of the overlapped layers' alone "
-        f"{result['median_error_of_overlapped']:.1%}; by configuration "
-        f"{result['median_error_of_configurations']:.1%} of {len(result['configurations'])}, {within} within {TARGET_ERROR:.0%} "
-        f"(target: {TARGET_ERROR:.0%} in the median, on {TARGET_CONFIGURATIONS} or more)",
+        f"median error {result['median_error']:.1%} of {len(result['judged'])} latencies, "
+        f"{result['median_error_of_overlapped']:.1%} of the overlapped layers' alone",
+        f"by configuration {result['median_error_of_configurations']:.1%} of {len(errors)}, {within} within "
+        f"{TARGET_ERROR:.0%} (target: {TARGET_ERROR:.0%} in the median, on {TARGET_CONFIGURATIONS} or more)",
     ]
     return "\n".join(lines)
 

@@ -6,15 +6,15 @@ r"""The layer on modelled machines: what the sequential layer takes, the overlap
     python scripts/simulate.py --standard --json reports/results/simulated/scaling.json
     python scripts/simulate.py --rows                             # chunks of rows where a rank has few tokens
 
-SIMULATED, all of it: by the schedules that the passes follow and the cost model that the planner uses, whose calibration
-`scripts/calibrate.py` judges on two H200s. Machines and links that were not at hand have data sheet values
-(`compile_overlap/machines.py`); eight ranks and network cards were never measured.
+SIMULATED, all of it: by the schedules that the passes follow and the cost model that the planner uses, whose
+calibration `scripts/calibrate.py` judges on two H200s. Machines and links that were not at hand have data sheet
+values (`compile_overlap/machines.py`); eight ranks and network cards were never measured.
 
 Times are of one RankMixer block, torch 2.11.0, in milliseconds: `none` the sequential layer, `alone` the same without
-exchanges, `overlapped` ours with the chunks that the planner takes for that machine, or --chunks. `exchanges` is the time
-in which an overlapped layer's exchange runs, `exposed` the part of it without computation, `hidden` the other's share.
-`saved` is (none - overlapped) / (none - alone), the whole gain over the exchanges' cost: our kernels' gain is in it.
---path lists the critical path of the overlapped layer.
+exchanges, `overlapped` ours with the chunks that the planner takes for that machine, or --chunks. `exchanges` is the
+time in which an overlapped layer's exchange runs, `exposed` the part of it without computation, `hidden` the other's
+share. `saved` is (none - overlapped) / (none - alone), the whole gain over the exchanges' cost: our kernels' gain is
+in it. --path lists the critical path of the overlapped layer.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Question:
         return Layout(self.P, B, T, D, D * k * self.compute_scale)
 
     def plan(self) -> Plan:
-        """The plan that the layer takes there; through the peers' memory, with collectives' chunks where hosts are several."""
+        """What the layer takes there; through the peers' memory, collectives' chunks where hosts are several."""
         if self.transport == PEERS and self.machine.hosts(self.P) == 1:
             return plan.peer_plan(self.layout, "cuda", self.settings)
         chosen = plan.ranked_on(self.machine, self.layout, 2, "cuda", self.training, self.settings)[0]
@@ -94,13 +94,18 @@ def answer(asked: Question) -> dict[str, Any]:
     }  # fmt: skip
     hosts = asked.machine.hosts(asked.P)
     return {
-        "machine": asked.gpu, "P": asked.P, "hosts": hosts, "link": asked.link, "cards": asked.cards if hosts > 1 else None,
-        "stack": asked.stack, "workload": list(asked.workload), "comm_scale": asked.comm_scale,
-        "compute_scale": asked.compute_scale, "pass": "forward+backward" if asked.training else "forward",
-        "transport": asked.transport, "plan": str(chosen), **{name: round(value, DIGITS) for name, value in times.items()},
+        "machine": asked.gpu, "P": asked.P, "hosts": hosts, "link": asked.link,
+        "cards": asked.cards if hosts > 1 else None, "stack": asked.stack, "workload": list(asked.workload),
+        "comm_scale": asked.comm_scale, "compute_scale": asked.compute_scale,
+        "pass": "forward+backward" if asked.training else "forward",
+        "transport": asked.transport, "plan": str(chosen), **_rounded(times),
         "hidden_fraction": round(ours.hidden_fraction, DIGITS),
         "saved_of_exchanges": round((none.total - ours.total) / max(none.total - alone.total, 1e-9), DIGITS),
     }  # fmt: skip
+
+
+def _rounded(times: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, DIGITS) for name, value in times.items()}
 
 
 def standard() -> Iterator[Question]:
@@ -139,28 +144,30 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def path(timeline: Timeline) -> str:
     """The critical path: what ran, when in microseconds, and what it waited for."""
-    rows = (f"{i.begin * 1e6:>10.1f}{i.end * 1e6:>10.1f}  {i.lane:<9}{i.label:<12}{i.reason}" for i in timeline.critical_path())
-    return "\n".join(("critical path of the overlapped layer, us", *rows))
+    lines = ["critical path of the overlapped layer, us"]
+    for i in timeline.critical_path():
+        lines.append(f"{i.begin * 1e6:>10.1f}{i.end * 1e6:>10.1f}  {i.lane:<9}{i.label:<12}{i.reason}")
+    return "\n".join(lines)
 
 
 def row_chunks(P: int, T: int, training: bool, count: int) -> dict[str, Any]:
     """The default workload with `count` chunks of rows, on hosts of eight H200s and cards; times in seconds.
 
-    Beside it the chunks along L that the planner takes. Weights are read once more with each chunk of rows. Where there is
-    a backward, each weight's gradient becomes a sum of the chunks', so that it no longer equals the unchunked layer's bit
+    Beside it the chunks along L that the planner takes. Weights are read once more with each chunk of rows. Where there
+    is a backward, each weight's gradient becomes a sum of the chunks', which no longer equals the unchunked layer's bit
     for bit: with what it costs in training, that is why the layer does not do it.
     """
     asked = Question("H200", P, training=training, workload=(512, T, 1280, 6))
     layout, along = asked.layout, asked.plan()
-    reserved = plan.RESERVED_SMS if count > 1 else 0
-    by_rows = Case(asked.machine, layout, Plan((1,) * count, along.ratio_16ths, reserved_sms=reserved), training, by_rows=True)
+    chunks = Plan((1,) * count, along.ratio_16ths, reserved_sms=plan.RESERVED_SMS if count > 1 else 0)
+    by_rows = Case(asked.machine, layout, chunks, training, by_rows=True)
     total, alone = simulate(by_rows), simulate(replace(by_rows, exchanged=False))
     times = {"none_s": asked.timeline(None).total, "along_tokens_s": asked.timeline(along).total,
              "overlapped_s": total.total, "alone_s": alone.total, "exposed_s": total.exposed}  # fmt: skip
     weights = 2 * 3 * layout.L * layout.D * layout.H
     return {
         "machine": "H200", "P": P, "T": T, "L": layout.L, "pass": "forward+backward" if training else "forward",
-        "row_chunks": count, "plan_along_tokens": str(along), **{name: round(value, DIGITS) for name, value in times.items()},
+        "row_chunks": count, "plan_along_tokens": str(along), **_rounded(times),
         "weights_read_again_bytes": (count - 1) * weights * (2 if training else 1),
         "gradients_added_bytes": (count - 1) * weights if training else 0,
     }  # fmt: skip
@@ -171,11 +178,11 @@ def rows_table(rows: list[dict[str, Any]]) -> str:
     lines = [f"{'P':>3}{'T':>4}{'L':>3}  {'pass':<17}{'row chunks':>11}{'overlapped':>12}{'alone':>8}{'exposed':>9}"
              f"{'along L':>10}{'overlapped':>12}{'weights again MiB':>19}{'gradients added MiB':>21}"]  # fmt: skip
     for row in rows:
+        times = [f"{row[f'{name}_s'] * 1e3:.3f}" for name in ("overlapped", "alone", "exposed", "along_tokens")]
+        again, added = (f"{row[name] / 2**20:.0f}" for name in ("weights_read_again_bytes", "gradients_added_bytes"))
         lines.append(
-            f"{row['P']:>3}{row['T']:>4}{row['L']:>3}  {row['pass']:<17}{row['row_chunks']:>11}{row['overlapped_s'] * 1e3:>12.3f}"
-            f"{row['alone_s'] * 1e3:>8.3f}{row['exposed_s'] * 1e3:>9.3f}{row['plan_along_tokens'].split()[0]:>10}"
-            f"{row['along_tokens_s'] * 1e3:>12.3f}{row['weights_read_again_bytes'] / 2**20:>19.0f}"
-            f"{row['gradients_added_bytes'] / 2**20:>21.0f}"
+            f"{row['P']:>3}{row['T']:>4}{row['L']:>3}  {row['pass']:<17}{row['row_chunks']:>11}{times[0]:>12}"
+            f"{times[1]:>8}{times[2]:>9}{row['plan_along_tokens'].split()[0]:>10}{times[3]:>12}{again:>19}{added:>21}"
         )
     return "\n".join(lines)
 
@@ -184,8 +191,9 @@ def calibration() -> str:
     """On what the simulation was calibrated, and how well that fits, in a line."""
     judged = json.loads(CALIBRATION.read_text())
     fitted_on = len({each["configuration"] for each in judged["fitted_on"]})
-    return (f"fitted on {fitted_on} configurations of two H200s; median error {judged['median_error_of_configurations']:.1%} on "
-            f"{len(judged['configurations'])} others ({CALIBRATION.relative_to(ROOT)})")  # fmt: skip
+    error, others = judged["median_error_of_configurations"], len(judged["configurations"])
+    fitted = f"fitted on {fitted_on} configurations of two H200s"
+    return f"{fitted}; median error {error:.1%} on {others} others ({CALIBRATION.relative_to(ROOT)})"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -197,7 +205,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--ranks", type=int, default=8, help="P (default: %(default)s)")
     add("--gpus-per-host", type=int, default=8)
     add("--link", choices=sorted(LINKS), default=NVLINK.name, help="between the GPUs of a host (default: %(default)s)")
-    add("--cards", type=int, choices=range(1, 9), default=8, help="400 Gb/s network cards of a host (default: %(default)s)")
+    add("--cards", type=int, choices=range(1, 9), default=8, help="400 Gb/s cards of a host (default: %(default)s)")
     add("--stack", choices=sorted(STACKS), default=machines.COMPILED.name)
     add("--transport", choices=(COLLECTIVES, PEERS), default=COLLECTIVES)
     add("--chunks", type=int, help="chunks along L (default: the planner's)")
@@ -224,8 +232,8 @@ def main() -> int:
         if options.path:
             print("\n".join(path(each.timeline(each.plan())) for each in questions))
     if options.json:
-        written = {"schema": record.SCHEMA_VERSION, "kind": "simulation", "simulated": True, "calibration": calibration()}
-        record.write({**written, "cases": rows}, options.json)
+        marked = {"schema": record.SCHEMA_VERSION, "kind": "simulation", "simulated": True}
+        record.write({**marked, "calibration": calibration(), "cases": rows}, options.json)
     return 0
 
 

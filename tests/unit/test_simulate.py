@@ -105,7 +105,8 @@ def test_one_chunk_is_the_sum_of_its_parts(case):
 
 layouts = st.builds(
     lambda P, B, tokens, D, k: Layout(P, B, P * tokens, D, D * k),
-    st.sampled_from((2, 4, 8, 16)), st.integers(1, 512), st.integers(1, 32), st.sampled_from((128, 640, 1280)), st.sampled_from((2, 3, 6)),
+    st.sampled_from((2, 4, 8, 16)), st.integers(1, 512), st.integers(1, 32), st.sampled_from((128, 640, 1280)),
+    st.sampled_from((2, 3, 6)),
 )  # fmt: skip
 measured = st.builds(Costs, st.floats(1e-6, 1e-3), st.floats(1e9, 5e11), st.floats(1e13, 1e15))
 
@@ -161,16 +162,17 @@ def test_a_combine_through_the_peers_memory_travels_with_its_gemm():
 
 
 def test_only_what_leaves_a_host_uses_its_cards():
-    lanes = {
-        P: {i.lane for i in simulate(Case(machine(), Layout(P, 512, 64, 1280, 7680), Plan((64 // P,)))).intervals} for P in (8, 16)
-    }
+    def lanes_of(P):
+        return {i.lane for i in simulate(Case(machine(), Layout(P, 512, 64, 1280, 7680), Plan((64 // P,)))).intervals}
+
+    lanes = {P: lanes_of(P) for P in (8, 16)}
     assert NETWORK not in lanes[8] and {LOCAL, NETWORK} <= lanes[16]
     alone = simulate(Case(machine(gpus_per_host=1), Layout(2, 512, 64, 1280, 7680), Plan((32,))))
     assert not any(i.lane == LOCAL for i in alone.intervals)
 
 
 def test_peers_need_memory_that_they_can_address():
-    with pytest.raises(ValueError, match="plan = 32 .* peers: GPUs of host shared memory do not address"):
+    with pytest.raises(ValueError, match="plan = 32 .* peers: GPUs of host shared memory cannot address"):
         simulate(Case(machine(link="host shared memory"), DEFAULT, Plan((32,), peers=True)))
 
 
@@ -183,7 +185,8 @@ def test_backward_s_gemms_are_twice_forward_s():
 
 def test_chunks_of_rows_read_the_weights_again_and_add_their_gradients():
     few_tokens = Layout(16, 512, 16, 1280, 7680)
-    whole, parts = (Case(machine(), few_tokens, Plan((1,) * count), True, exchanged=False, by_rows=True) for count in (1, 4))
+    whole = Case(machine(), few_tokens, Plan((1,)), training=True, exchanged=False, by_rows=True)
+    parts = replace(whole, plan=Plan((1,) * 4))
     assert simulate(whole) == simulate(replace(whole, by_rows=False))
     assert simulate(parts).total > 1.1 * simulate(whole).total
 
@@ -195,3 +198,10 @@ def test_scaled_communication_and_computation():
     assert total(comm_scale=2).communication > 1.6 * total().communication
     wide = simulate(Case(machine(), replace(TWO_HOSTS, H=2 * TWO_HOSTS.H), Plan((2, 2), 9, reserved_sms=16)))
     assert wide.layer > 1.9 * total().layer and wide.communication == pytest.approx(total().communication)
+
+
+def test_one_communicator_runs_its_exchanges_in_order_on_both_lanes():
+    case = Case(machine(cards=1), TWO_HOSTS, Plan((2, 2), 16, reserved_sms=16))
+    local, network = ([i for i in simulate(case).intervals if i.lane == lane] for lane in (LOCAL, NETWORK))
+    assert [i.label for i in local] == [i.label for i in network] == ["D0", "D1", "C0", "C1"]
+    assert all(a.begin == b.begin and a.end < b.end for a, b in zip(local, network))
