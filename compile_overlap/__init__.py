@@ -2,5 +2,6 @@
 
 from .api import forward_ffn, reset
 from .explain import explain
+from .tune import Tuning, tune
 
-__all__ = ["explain", "forward_ffn", "reset"]
+__all__ = ["Tuning", "explain", "forward_ffn", "reset", "tune"]

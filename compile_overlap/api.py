@@ -14,7 +14,7 @@ from torch._dynamo.comptime import comptime
 
 import passes
 
-from . import calls, compat, compiler, notice, plan, probe, transport
+from . import calls, compat, compiler, known_plans, notice, plan, probe, transport
 from .config import Settings
 from .group import all_ranks, group_name, overlap_alias, same_on_all_ranks
 from .layer import overlapped_ffn
@@ -119,14 +119,20 @@ def decide(ffn: Any, inputs: torch.Tensor, layout: Layout, settings: Settings) -
 
 def plan_for(ffn: Any, layout: Layout, settings: Settings, candidate: probe.Candidate = (INDUCTOR, ADD)) -> Plan:
     """The plan of this layer with this recipe and bias form (see `transport.plan_for`)."""
-    w1, training = ffn.w1, torch.is_grad_enabled()
-    return transport.plan_for(ffn.ep_group, ffn.ep_index, layout, w1.dtype, w1.device, training, *candidate, settings)
+    problem = problem_of(ffn, layout, settings, candidate)
+    return transport.plan_for(ffn.ep_group, ffn.ep_index, ffn.w1.device, problem)
+
+
+def problem_of(ffn: Any, layout: Layout, settings: Settings, candidate: probe.Candidate) -> known_plans.Problem:
+    """What a plan of this layer is made for, in the current grad mode."""
+    scale = getattr(ffn, "comm_scale", 1)
+    return known_plans.Problem(layout, ffn.w1.dtype, torch.is_grad_enabled(), *candidate, scale, settings)
 
 
 def _static(
-    ffn: Any, layout: Layout, settings: Settings, candidate: probe.Candidate, comp_only: bool
+    ffn: Any, layout: Layout, settings: Settings, candidate: probe.Candidate, comp_only: bool, chosen: Plan | None = None
 ) -> dict[str, Any]:
-    chosen = plan_for(ffn, layout, settings, candidate)
+    chosen = chosen or plan_for(ffn, layout, settings, candidate)
     exchanged = layout.P > 1 and not comp_only
     return {
         "sizes": chosen.sizes,
@@ -142,10 +148,11 @@ def _static(
 
 
 def _layer(
-    ffn: Any, inputs: torch.Tensor, layout: Layout, settings: Settings, candidate: probe.Candidate, comp_only: bool
-) -> tuple[compiler.CompiledLayer | None, tuple[torch.Tensor, ...], str | None]:
-    """(compiled layer, its tensors, None), or a reason why the group cannot compile it."""
-    static = _static(ffn, layout, settings, candidate, comp_only)
+    ffn: Any, inputs: torch.Tensor, layout: Layout, settings: Settings, candidate: probe.Candidate, comp_only: bool,
+    chosen: Plan | None = None,
+) -> tuple[compiler.CompiledLayer | None, tuple[torch.Tensor, ...], str | None]:  # fmt: skip
+    """(compiled layer, its tensors, None), or a reason why the group cannot compile it; with the plan `chosen`, or its own."""
+    static = _static(ffn, layout, settings, candidate, comp_only, chosen)
     tensors = (inputs, *parameters_of(ffn))
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     # The group belongs to the key even where nothing is exchanged: whether a rank compiles is agreed over it.
@@ -216,7 +223,7 @@ def _inlined(ffn: Any, inputs: torch.Tensor, layout: Layout, reason: str | None,
     # `index`: the plan is made for one batch size, so a symbolic one becomes a constant here.
     delegated, sizes, triton, alias, bias = _at_trace_time(
         type(ffn), P, index(layout.B), layout.T, layout.D, layout.H, ffn.w1.dtype, ffn.w1.device,
-        group, P > 1 and not comp_only, torch.is_grad_enabled(), reason, ffn.ep_index,
+        group, P > 1 and not comp_only, torch.is_grad_enabled(), reason, ffn.ep_index, getattr(ffn, "comm_scale", 1),
     )  # fmt: skip
     if delegated:
         return ffn.forward(inputs, overlap="none", comp_only=comp_only)
@@ -256,6 +263,7 @@ def _at_trace_time(
     training: bool,
     reason: str | None,
     rank: int,
+    comm_scale: int,
 ) -> tuple[bool, tuple[int, ...], tuple[str, ...], str | None, str]:
     """(delegated, chunk sizes, what runs by our kernels, group alias, bias form); installs the passes and registers the alias.
 
@@ -274,7 +282,8 @@ def _at_trace_time(
     layout = Layout(P, B, T, D, H)
     resolved = torch._C._distributed_c10d._resolve_process_group(group) if group else None
     bias = settings.bias or form
-    _require_agreed_trace(resolved, layout, device, (layout, dtype, training, bias, settings))
-    chosen = transport.plan_for(resolved, rank, layout, dtype, device, training, INDUCTOR, bias, settings)
+    problem = known_plans.Problem(layout, dtype, training, INDUCTOR, bias, comm_scale, settings)
+    _require_agreed_trace(resolved, layout, device, problem)
+    chosen = transport.plan_for(resolved, rank, device, problem)
     alias = overlap_alias(resolved, chosen) if exchanged else None
     return False, chosen.sizes, chosen.triton, alias, bias

@@ -16,6 +16,9 @@
 | `A2A_FFN_COSTS`    | `us,GB/s,TFLOP/s`                      | latency, link and GEMM rate to plan with (default: measured on NCCL groups) |
 | `A2A_FFN_DISABLE_PASSES` | names, or `all`                  | passes to switch off, for ablation                     |
 | `A2A_FFN_STRICT`   | `1`                                    | an error instead of delegating, or of a wrapper that leaves the schedule |
+
+`A2A_FFN_PLANS`, a folder or `off`, is where tuned plans and measured costs are kept (`plan_store`): the first rank's alone
+counts, and ranks may have different ones.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from .recipes import BIAS_FORMS, INDUCTOR, RECIPES
 
 PEERS = "peers"
 CUBLAS = "cublas"
-PREFIX, PLUGIN = "A2A_FFN_", "A2A_FFN_KERNEL_PLUGIN"
+PREFIX, PLUGIN, PLANS = "A2A_FFN_", "A2A_FFN_KERNEL_PLUGIN", "A2A_FFN_PLANS"
 VARIABLES = (
     "A2A_FFN_CHUNKS", "A2A_FFN_RECIPE", "A2A_FFN_BIAS", "A2A_FFN_GRADIENTS", "A2A_FFN_IN_FLIGHT",
     "A2A_FFN_RESERVED_SMS", "A2A_FFN_TRANSPORT", "A2A_FFN_RANKS_PER_HOST", "A2A_FFN_OWN_FIRST", "A2A_FFN_GEMMS",
@@ -69,9 +72,10 @@ class Settings:
     @classmethod
     def from_environment(cls) -> Settings:
         """Read and check the variables. Raises ValueError; names that mean nothing are warned of, or refused where strict."""
-        unknown = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in (*VARIABLES, PLUGIN))
+        named = (*VARIABLES, PLUGIN, PLANS)
+        unknown = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in named)
         strict = _one_of("A2A_FFN_STRICT", ("0", "1")) == "1"
-        text = f"{', '.join(unknown)}: no such setting; there are {', '.join(VARIABLES)}"
+        text = f"{', '.join(unknown)}: no such setting; there are {', '.join((*VARIABLES, PLANS))}"
         if unknown and strict:
             raise ValueError(text)
         if unknown:

@@ -10,38 +10,93 @@ import torch
 import torch.distributed as dist
 
 from . import group as groups
-from . import gemms, norms, notice, peers, plan, rooms
-from .config import CUBLAS, PEERS, Settings
-from .costs import costs_of
+from . import gemms, known_plans, norms, notice, peers, plan, rooms
+from .config import CUBLAS, PEERS
+from .costs import Costs
 from .kernels import gemm_combine
+from .known_plans import Problem
 from .layout import Layout, require
 from .recipes import ADD, INDUCTOR
 from .schedule import BACKWARD, FORWARD, Plan
 
 
-def plan_for(
-    group: Any, rank: int, layout: Layout, dtype: torch.dtype, device: torch.device, training: bool, recipe: str,
-    bias: str, settings: Settings,
-) -> Plan:  # fmt: skip
+def plan_for(group: Any, rank: int, device: torch.device, problem: Problem) -> Plan:
     """The plan of a layer on this group, with buffers for it where it exchanges through the peers' memory.
 
-    A group's first plan measures the group, and each plan's decision is the group's: all its ranks call this together.
-    Raises ValueError where `A2A_FFN_RANKS_PER_HOST` does not divide P.
+    The plan that was tuned for this problem, or else the one that the settings and the group's costs give. A group's
+    first plan measures the group, and each plan's decision is the group's: all its ranks call this together. Raises
+    ValueError where `A2A_FFN_RANKS_PER_HOST` does not divide P.
     """
+    layout, dtype, training, _, bias, _, settings = problem
     hosts, P = settings.ranks_per_host, layout.P
     require(hosts is None or P % hosts == 0, "A2A_FFN_RANKS_PER_HOST", hosts, f"a divisor of the group's ranks, P = {P}")
-    chosen = _exchanging(group, rank, layout, dtype, device, training, bias, settings)
+    chosen = _as_tuned(group, rank, device, problem)
+    chosen = chosen or _exchanging(group, rank, layout, dtype, device, training, bias, settings)
+    return _completed(group, rank, device, problem, chosen)
+
+
+def _completed(group, rank: int, device: torch.device, problem: Problem, chosen: Plan) -> Plan:
+    """The plan with what runs by our kernels, and with its first GEMM in parts only where that changes no bit."""
+    layout, dtype, training, recipe, bias, _, settings = problem
     own = ()
     if settings.gemms != CUBLAS and not chosen.reserved_sms:  # our GEMM takes all SMs
         own += gemms.agreed(group, layout, chosen.sizes, dtype, device, training, bias)
     if recipe == INDUCTOR and settings.norm != INDUCTOR:
         own += norms.agreed(group, layout, dtype, device, training, bias)
     chosen = replace(chosen, triton=own)
-    if chosen.own_first and not _own_first_agrees(group, layout, chosen, dtype, device, training, bias, hosts):
+    if chosen.own_first and not _own_first_agrees(
+        group, layout, chosen, dtype, device, training, bias, settings.ranks_per_host
+    ):
         chosen = replace(chosen, own_first=False)
     if settings.own_first and chosen.peers and not chosen.own_first and rank == 0:
         notice.warn_once("A2A_FFN_OWN_FIRST=1 is without effect: no first GEMM equals itself in parts")
     return chosen
+
+
+def _as_tuned(group, rank: int, device: torch.device, problem: Problem) -> Plan | None:
+    """The plan that was tuned for this problem; None where none was, or the group has no peers' memory for it now."""
+    known = known_plans.tuned_plan(group, device, problem)
+    if known is None:
+        return None
+    layout, dtype, training, _, bias, _, settings = problem
+    chosen = replace(known.value.plan, disabled=settings.disabled_passes)
+    reason = None
+    if chosen.peers:
+        reason = _obstacle(group, layout, dtype, device, training, bias, chosen.sizes, settings.ranks_per_host)
+    if reason is not None and rank == 0:
+        notice.warn_once(f"the tuned plan {chosen} is not taken: {reason}")
+    return chosen if reason is None else None
+
+
+def candidates(
+    group: Any, rank: int, device: torch.device, problem: Problem, most: int | None = None
+) -> tuple[Plan, ...]:  # fmt: skip
+    """The plans worth timing for a layer, the unchunked one first: all ranks of the group call this together.
+
+    The `most` best through collectives, by prediction (None: all), and through the peers' memory, where the settings
+    leave or ask for it and the group can, whole and in two chunks.
+    """
+    layout, dtype, training, _, bias, _, settings = problem
+    chosen = []
+    if settings.transport in (None, PEERS) and "pin-order" not in settings.disabled_passes:
+        for chunks in (1, 2):
+            by_peers = _by_peers(group, layout, dtype, device, training, replace(settings, chunks=chunks))
+            hosts = settings.ranks_per_host
+            if _obstacle(group, layout, dtype, device, training, bias, by_peers.sizes, hosts) is None:
+                chosen.append(by_peers)
+    if settings.transport != PEERS or not chosen:
+        chosen += _ranked(group, layout, dtype, device, training, settings, most)
+    chosen.sort(key=lambda each: (len(each.sizes) > 1, each.peers))
+    return tuple(dict.fromkeys(_completed(group, rank, device, problem, each) for each in chosen))
+
+
+def _ranked(group, layout, dtype, device, training, settings, most: int | None) -> list[Plan]:
+    """The best plans through collectives and the unchunked one; even chunks where nothing can be predicted."""
+    costs = _costs(group, layout, dtype, device, settings)
+    asked = (settings,) if costs is not None else (replace(settings, chunks=count) for count in plan.CANDIDATE_CHUNKS)
+    ranked = [each for one in asked for each in plan.ranked(layout, dtype.itemsize, device.type, training, one, costs)]
+    unchunked = plan.ranked(layout, dtype.itemsize, device.type, training, replace(settings, chunks=1), costs)
+    return list(dict.fromkeys((*ranked[:most], *unchunked)))
 
 
 def _exchanging(group, rank, layout, dtype, device, training, bias, settings) -> Plan:
@@ -65,8 +120,13 @@ def _by_peers(group, layout, dtype, device, training, settings) -> Plan:
 
 
 def _by_collectives(group, layout, dtype, device, training, settings) -> Plan:
-    costs = settings.costs or costs_of(group, layout.P, device, dtype)
+    costs = _costs(group, layout, dtype, device, settings)
     return plan.make_plan(layout, dtype.itemsize, device.type, training, settings, costs)
+
+
+def _costs(group, layout, dtype, device, settings) -> Costs | None:
+    known = None if settings.costs else known_plans.costs(group, layout.P, device, dtype)
+    return known.value.costs if known else settings.costs
 
 
 _DECIDED: weakref.WeakKeyDictionary[Any, dict[Any, str | None]] = weakref.WeakKeyDictionary()
@@ -141,5 +201,6 @@ def reset() -> None:
     _DECIDED.clear()
     _OWN_FIRST.clear()
     gemms.reset()
+    known_plans.reset()
     norms.reset()
     rooms.reset()

@@ -24,6 +24,8 @@ from rankmixer.cli import guarded, make_timer, pass_name, prepare, print_setup
 from rankmixer.ffn import OVERLAP_MODES
 from rankmixer.options import add_common_options, configuration
 from rankmixer.pipelines import transport_in_use
+from rankmixer.runtime import environment_rank
+from rankmixer.tuning import add_tune_option, require_tunable, tune
 
 EXCHANGES = "exchanges"
 COMP_ONLY = "comp-only:"
@@ -41,6 +43,7 @@ def build_parser():
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (default: %(default)s)")
     parser.add_argument("--own-comp-only", action="store_true",
                         help="also measure the kernel plugin's own comp-only path")
+    add_tune_option(parser)
     add_common_options(parser)
     parser.set_defaults(comp_only=False)
     return parser
@@ -74,6 +77,7 @@ def check_modes(options):
     modes = parse_modes(options.modes, options.no_compile)
     if options.rounds < 1:
         raise ValueError(f"rounds={options.rounds}: must be at least 1")
+    require_tunable(options, set(modes), environment_rank()[1])
     if options.own_comp_only and "kernel" not in modes:
         raise ValueError(f"own_comp_only=True: needs kernel among modes={options.modes!r}")
     return modes
@@ -94,6 +98,7 @@ def compare(parser, options, workload):
     """Check and measure the modes of ``options`` on one workload; returns the record. All ranks call it alike."""
     runtime, asked = workload.runtime, [variants.parse(name) for name in parse_modes(options.modes)]
     print_setup(runtime, parser, options)
+    tuning = tune(workload)
     primed = {variant.name: variants.prime(workload, variant.name, first_calls(workload, variant.name))
               for variant in asked if not variant.plain}
     failed = {name: problem for name, problem in primed.items() if problem}
@@ -113,7 +118,7 @@ def compare(parser, options, workload):
         "variants": {variant.name: variant.describe() for variant in asked if not variant.plain}, "failed": failed,
         "exchange": record.exchange_bytes(options, runtime.world_size), "checks": checks, "full_batch": full_batch,
         "peak_memory_bytes": _fullest(runtime.gather(before), measurements),
-        "measurements": measurements, "summary": summarize(measurements, modes)})
+        "measurements": measurements, "summary": summarize(measurements, modes), "tuning": tuning})
 
 
 def first_calls(workload, name):

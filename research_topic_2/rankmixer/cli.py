@@ -10,6 +10,7 @@ from rankmixer.options import add_common_options, configuration, overridden_defa
 from rankmixer.pipelines import transport_in_use
 from rankmixer.runtime import choose_device, environment_rank, start_runtime, stop_runtime
 from rankmixer.timing import Timer, describe
+from rankmixer.tuning import add_tune_option, require_tunable, tune
 from rankmixer.workload import Workload
 
 _NOT_A_SETTING = ("json", "list_backends", "help")
@@ -23,6 +24,7 @@ def build_parser():
                              f"engines; kernel: the plugin named by {plugins.PLUGIN_VARIABLE} (default: %(default)s)")
     parser.add_argument("--comp-only", action="store_true", help="remove communication; recorded apart")
     parser.add_argument("--list-backends", action="store_true", help="say which GEMM backends can run here, and exit")
+    add_tune_option(parser)
     add_common_options(parser)
     return parser
 
@@ -34,7 +36,12 @@ def main(arguments=None):
     if options.list_backends:
         print(backends.describe_backends())
         return 0
-    return guarded(lambda: prepare(options, (options.overlap,)), lambda workload: _run(parser, options, workload))
+
+    def prepare_run():
+        require_tunable(options, {options.overlap}, environment_rank()[1])
+        return prepare(options, (options.overlap,))
+
+    return guarded(prepare_run, lambda workload: _run(parser, options, workload))
 
 
 def guarded(prepare_run, run):
@@ -93,6 +100,7 @@ def make_timer(options, runtime):
 def _run(parser, options, workload):
     runtime = workload.runtime
     print_setup(runtime, parser, options)
+    tuning = tune(workload)
     checks = run_checks(workload, options.overlap)
     full_batch = None
     if options.full_batch_check and options.overlap != "none" and not options.comp_only:
@@ -103,14 +111,14 @@ def _run(parser, options, workload):
     check_shape(workload, output)
     runtime.print(f"rank 0 {options.overlap}{' comp-only' if options.comp_only else ''}: {describe(timing)} "
                   f"({len(timing.samples)} samples)")
-    result = _make_record(parser, options, runtime, timing, output, checks, full_batch)
+    result = _make_record(parser, options, runtime, timing, output, checks, full_batch, tuning)
     _print_result(runtime, result)
     if options.json and runtime.is_main:
         record.write(result, options.json)
     runtime.barrier()
 
 
-def _make_record(parser, options, runtime, timing, output, checks, full_batch):
+def _make_record(parser, options, runtime, timing, output, checks, full_batch, tuning):
     samples = runtime.gather(timing.samples)
     statistics = record.slowest_rank(samples)
     median = statistics["p50_s"]
@@ -126,7 +134,7 @@ def _make_record(parser, options, runtime, timing, output, checks, full_batch):
         "tokens_per_s": record.tokens_per_second(options, runtime.world_size, median),
         "forward_tflops": record.forward_tflops(options, median),
         "exchange": record.exchange_bytes(options, runtime.world_size),
-        "checks": checks, "full_batch": full_batch, "output_shape": list(output.shape),
+        "checks": checks, "full_batch": full_batch, "output_shape": list(output.shape), "tuning": tuning,
     })
 
 

@@ -27,18 +27,27 @@ def load_plugin():
         ImportError: the module cannot be imported; the message names the variable, its value and the cause.
         ValueError: the module has no callable ``forward_ffn``.
     """
-    name = plugin_name()
+    return _function("forward_ffn", "forward_ffn(ffn, inputs, *, comp_only)")
+
+
+def load_tune():
+    """As `load_plugin`, the plugin's ``tune(ffn, inputs, *, compiled)``, which not every plugin has."""
+    return _function("tune", "tune(ffn, inputs, *, compiled), or run without --tune")
+
+
+def _function(name, signature):
+    plugin = plugin_name()
     if str(PLUGIN_FOLDER) not in sys.path:
         sys.path.insert(0, str(PLUGIN_FOLDER))
     try:
-        module = _load_file(Path(name)) if name.endswith(".py") else importlib.import_module(name)
+        module = _load_file(Path(plugin)) if plugin.endswith(".py") else importlib.import_module(plugin)
     except Exception as cause:
-        raise ImportError(f"{PLUGIN_VARIABLE}={name!r} cannot be imported ({type(cause).__name__}: {cause}); allowed "
+        raise ImportError(f"{PLUGIN_VARIABLE}={plugin!r} cannot be imported ({type(cause).__name__}: {cause}); allowed "
                           f"are an importable module or the path of a .py file") from cause
-    forward = getattr(module, "forward_ffn", None)
-    if not callable(forward):
-        raise ValueError(f"{PLUGIN_VARIABLE}={name!r}: the module must define forward_ffn(ffn, inputs, *, comp_only)")
-    return forward
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ValueError(f"{PLUGIN_VARIABLE}={plugin!r}: the module must define {signature}")
+    return function
 
 
 def _load_file(path):

@@ -26,8 +26,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 )
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("training", [True, False])
-def test_an_order_is_found_and_holds(length, rows, hidden, dtype, biased, training, monkeypatch):
-    monkeypatch.setattr(inductor_config, "dynamic_scale_rblock", False)  # timings choose among blocks where it is on
+@inductor_config.patch(dynamic_scale_rblock=False)  # timings choose among blocks where it is on
+def test_an_order_is_found_and_holds(length, rows, hidden, dtype, biased, training):
     kernel.order_of.cache_clear()
     device = torch.device("cuda", torch.cuda.current_device())
     order = kernel.order_of(length, rows, hidden, biased, training, dtype, device)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 from archive_double import ArchiveFFN
 
 import passes
@@ -17,12 +18,11 @@ def _answers(monkeypatch, **settings):
         monkeypatch.setenv(name, value)
     codes, real = [], verify.check_wrapper
     monkeypatch.setattr(verify, "check_wrapper", lambda code, record: (codes.append(code), real(code, record)))
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
     reset()
     torch.manual_seed(0)
     ffn, x = ArchiveFFN(8, 16, 2).bfloat16(), torch.randn(4, 8, 16).bfloat16()
     before = len(passes.pass_log())
-    with torch.no_grad():
+    with torch.no_grad(), inductor_config.patch(force_disable_caches=True):
         out = forward_ffn(ffn, x)
     matches = [report.matches for report in passes.pass_log()[before:] if report.name == CallDirectly.name]
     reset()
