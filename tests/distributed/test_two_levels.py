@@ -16,6 +16,7 @@ from ranks import run_on_ranks
 
 from compile_overlap import layout, rooms, transport
 from compile_overlap.config import Settings
+from compile_overlap.known_plans import Problem
 
 RANKS, PER_HOST, BATCH, TOKENS, WIDTH = 4, 2, 8, 16, 32
 
@@ -84,7 +85,8 @@ def test_hosts_of_unequal_size_are_refused(per_host):
     shape = layout.Layout(P=4, B=2, T=16, D=32, H=64)
     settings = Settings(ranks_per_host=per_host)
     with pytest.raises(ValueError, match=f"A2A_FFN_RANKS_PER_HOST = {per_host}: must be a divisor .* P = 4"):
-        transport.plan_for(None, 0, shape, torch.float32, torch.device("cpu"), False, "inductor", "add", settings)
+        problem = Problem(shape, torch.float32, False, "inductor", "add", 1, settings)
+        transport.plan_for(None, 0, torch.device("cpu"), problem)
 
 
 def test_hosts_are_told_apart_as_nccl_does(monkeypatch):
