@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._dynamo.comptime import comptime
 
 import passes
+from passes import graphs
 
 from . import calls, compat, compiler, known_plans, notice, plan, probe, transport
 from .config import Settings
@@ -84,8 +85,25 @@ def _decided(
     decision = decide(ffn, inputs, layout, settings)
     if decision.recipe is None:
         return None, decision.reason
-    layer, _, reason = _layer(ffn, inputs, layout, settings, (decision.recipe, decision.bias), comp_only)
+    candidate = decision.recipe, decision.bias
+    layer, _, reason = _layer(ffn, inputs, layout, settings, candidate, comp_only)
+    if layer is not None:
+        _remember(ffn.ep_group, problem_of(ffn, layout, settings, candidate), layer.static["group"])
     return layer, reason
+
+
+_RAN: weakref.WeakKeyDictionary[Any, dict[known_plans.Problem, Plan]] = weakref.WeakKeyDictionary()
+
+
+def plan_that_ran(group: Any, problem: known_plans.Problem) -> Plan | None:
+    """The plan in the exchanges of the layer that answers this problem on this group; None where none has been made."""
+    return _RAN.get(dist.group.WORLD if group is None else group, {}).get(problem)
+
+
+def _remember(group: Any, problem: known_plans.Problem, alias: str | None) -> None:
+    """Keep the plan that a layer's exchanges carry, read off the name that they use; a layer without any keeps none."""
+    if alias is not None:
+        _RAN.setdefault(dist.group.WORLD if group is None else group, {})[problem] = graphs.plan_of(alias)
 
 
 _DECISIONS: weakref.WeakKeyDictionary[Any, dict[Any, Decision]] = weakref.WeakKeyDictionary()
@@ -191,6 +209,7 @@ def _refuse_capture(inputs: torch.Tensor, what: str) -> None:
 def reset() -> None:
     """Forget every decision and compiled configuration; the next calls decide and compile again, on every rank."""
     _DECISIONS.clear()
+    _RAN.clear()
     _TRACED.clear()
     calls.reset()
     compiler.reset()
@@ -286,4 +305,5 @@ def _at_trace_time(
     _require_agreed_trace(resolved, layout, device, problem)
     chosen = transport.plan_for(resolved, rank, device, problem)
     alias = overlap_alias(resolved, chosen) if exchanged else None
+    _remember(resolved, problem, alias)
     return False, chosen.sizes, chosen.triton, alias, bias

@@ -57,11 +57,13 @@ def validate(record):
 
 
 def _check_single(record):
+    _check_plan("plan", record.get("plan"))
     _check_measurement(record["kind"], record, record)
 
 
 def _check_comparison(record):
     _check_variants(record)
+    _check_plans(record)
     for name, measurement in record["measurements"].items():
         _check_measurement(name, measurement, record)
 
@@ -147,6 +149,22 @@ def _check_variants(record):
     for name, problem in failed.items():
         if not isinstance(problem, str) or not problem or name in record["measurements"]:
             raise ValueError(f"failed.{name}={problem!r}: must be the error of a variant that has no measurement")
+
+
+def _check_plans(record):
+    """What the plugin says that its modes ran with; absent from older records."""
+    plans = record.get("plans", {})
+    if not isinstance(plans, dict):
+        raise ValueError(f"record field plans={plans!r}: must be {dict}")
+    for name, plan in plans.items():
+        if name not in record["summary"] or name.partition(":")[0] != "kernel":
+            raise ValueError(f"plans.{name}={plan!r}: must be of a kernel mode of {', '.join(record['summary'])}")
+        _check_plan(f"plans.{name}", plan)
+
+
+def _check_plan(name, plan):
+    if plan is not None and (not isinstance(plan, str) or not plan or "\n" in plan):
+        raise ValueError(f"{name}={plan!r}: must be a line of text, or null")
 
 
 def _check_measurement(name, measurement, record):

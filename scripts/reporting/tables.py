@@ -60,7 +60,8 @@ class Tables(TableMaker):
             "peak MiB",
             "commit",
         )
-        return f"{title}\n\n{table(head, rows)}\n\n{sources()}"
+        plans = [(f"`{_name(each)}` `{mode}`", each.plan(mode)) for each in records for mode in each.modes]
+        return f"{title}\n\n{table(head, rows)}\n\n{sources()}{_plans(plans)}"
 
     def modes(self, files: Iterable[str], modes: Iterable[str]) -> str:
         """Chosen modes of chosen comparisons, side by side: median, ratio, hidden fraction, exposed communication."""
@@ -82,11 +83,12 @@ class Tables(TableMaker):
 
     def single_runs(self) -> str:
         """The records of `benchmark.py`: one mode at a time."""
-        rows = []
+        rows, plans = [], []
         with self.table_of("single runs") as sources:
             for record in self.results.of_kind("full", "comp-only"):
                 mode = record.get(*record.setting("overlap"))
                 file = record.file.removeprefix("results/")
+                plans.append((f"`{file}`", record.get("plan")))
                 rows.append(
                     (
                         f"`{file}`{_emulated(file)}",
@@ -100,7 +102,7 @@ class Tables(TableMaker):
                     )
                 )
         head = ("record", "mode", "pass", "(B, T, D, k)", "compiled", "median ms", "peak MiB", "commit")
-        return self.shown(head, rows, sources)
+        return self.shown(head, rows, sources) + _plans(plans)
 
     def checks(self) -> str:
         """What was compared with the sequential layer, and how it came out."""
@@ -308,6 +310,12 @@ class Tables(TableMaker):
             for record in (Record(self.results, file, (index,)) for index in chosen):
                 rows.append((record.shape(), *(record.ratio(mode) for mode in modes)))
         return f"**{key[0]}, {key[1]}: ratio to none, shape by shape**\n\n{table(head, rows)}\n\n{sources()}"
+
+
+def _plans(plans: Iterable[tuple[str, str | None]]) -> str:
+    """A paragraph of the plans of (what ran with it, the plan), of those that are recorded."""
+    named = [f"{what} `{plan}`" for what, plan in plans if plan is not None]
+    return f"\n\nPlans: {'; '.join(named)}." if named else ""
 
 
 _CUT_BY = {None: "", "L": "dispatch and combine", "rows": "dispatch and combine", "H": "none"}  # by construction
