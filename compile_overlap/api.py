@@ -85,10 +85,7 @@ def _decided(
     decision = decide(ffn, inputs, layout, settings)
     if decision.recipe is None:
         return None, decision.reason
-    candidate = decision.recipe, decision.bias
-    layer, _, reason = _layer(ffn, inputs, layout, settings, candidate, comp_only)
-    if layer is not None:
-        _remember(ffn.ep_group, problem_of(ffn, layout, settings, candidate), layer.static["group"])
+    layer, _, reason = _layer(ffn, inputs, layout, settings, (decision.recipe, decision.bias), comp_only)
     return layer, reason
 
 
@@ -189,7 +186,11 @@ def _layer(
             lasting = not isinstance(error, compiler.NotCompiledNow)
             lasting = all_ranks(ffn.ep_group, layout.P, inputs.device, lasting)
             layer = compiler.failed(key, failure, lasting)
-    return (None, tensors, layer) if isinstance(layer, str) else (layer, tensors, None)
+    if isinstance(layer, str):
+        return None, tensors, layer
+    if chosen is None:
+        _remember(ffn.ep_group, problem_of(ffn, layout, settings, candidate), static["group"])
+    return layer, tensors, None
 
 
 def _require_agreement(ffn: Any, inputs: torch.Tensor, layout: Layout, configuration: Any) -> None:
