@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._dynamo.comptime import comptime
 
 import passes
+from passes import graphs
 
 from . import calls, compat, compiler, known_plans, notice, plan, probe, transport
 from .config import Settings
@@ -86,6 +87,20 @@ def _decided(
         return None, decision.reason
     layer, _, reason = _layer(ffn, inputs, layout, settings, (decision.recipe, decision.bias), comp_only)
     return layer, reason
+
+
+_RAN: weakref.WeakKeyDictionary[Any, dict[known_plans.Problem, Plan]] = weakref.WeakKeyDictionary()
+
+
+def plan_that_ran(group: Any, problem: known_plans.Problem) -> Plan | None:
+    """The plan in the exchanges of the layer that answers this problem on this group; None where none has been made."""
+    return _RAN.get(dist.group.WORLD if group is None else group, {}).get(problem)
+
+
+def _remember(group: Any, problem: known_plans.Problem, alias: str | None) -> None:
+    """Keep the plan that a layer's exchanges carry, read off the name that they use; a layer without any keeps none."""
+    if alias is not None:
+        _RAN.setdefault(dist.group.WORLD if group is None else group, {})[problem] = graphs.plan_of(alias)
 
 
 _DECISIONS: weakref.WeakKeyDictionary[Any, dict[Any, Decision]] = weakref.WeakKeyDictionary()
@@ -171,7 +186,11 @@ def _layer(
             lasting = not isinstance(error, compiler.NotCompiledNow)
             lasting = all_ranks(ffn.ep_group, layout.P, inputs.device, lasting)
             layer = compiler.failed(key, failure, lasting)
-    return (None, tensors, layer) if isinstance(layer, str) else (layer, tensors, None)
+    if isinstance(layer, str):
+        return None, tensors, layer
+    if chosen is None:
+        _remember(ffn.ep_group, problem_of(ffn, layout, settings, candidate), static["group"])
+    return layer, tensors, None
 
 
 def _require_agreement(ffn: Any, inputs: torch.Tensor, layout: Layout, configuration: Any) -> None:
@@ -191,6 +210,7 @@ def _refuse_capture(inputs: torch.Tensor, what: str) -> None:
 def reset() -> None:
     """Forget every decision and compiled configuration; the next calls decide and compile again, on every rank."""
     _DECISIONS.clear()
+    _RAN.clear()
     _TRACED.clear()
     calls.reset()
     compiler.reset()
@@ -286,4 +306,5 @@ def _at_trace_time(
     _require_agreed_trace(resolved, layout, device, problem)
     chosen = transport.plan_for(resolved, rank, device, problem)
     alias = overlap_alias(resolved, chosen) if exchanged else None
+    _remember(resolved, problem, alias)
     return False, chosen.sizes, chosen.triton, alias, bias

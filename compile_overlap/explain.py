@@ -1,4 +1,4 @@
-"""One readable text about what the layer does for a call, and why."""
+"""What the layer does for a call, and why: a readable text, or only the plan."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import api, known_plans, plan
+from . import api, known_plans, plan, probe
 from .config import PEERS, Settings
 from .costs import Costs
 from .layout import Layout, check_call
@@ -50,6 +50,26 @@ def explain(ffn: Any, inputs: torch.Tensor) -> str:
         lines.append(f"recipe     {decision.recipe}, bias form {decision.bias} ({decision.reason})")
     lines.append("compiled   inside an outer torch.compile the recipe is inductor, with the bias form of the reference")
     return "\n".join(lines)
+
+
+def plan_of(ffn: Any, inputs: torch.Tensor, *, compiled: bool = False) -> str | None:
+    """The plan with which calls like `forward_ffn(ffn, inputs)` ran, in the current grad mode and with these settings.
+
+    `compiled`: as an outer `torch.compile` inlined them; otherwise as eager calls. It is read off the exchanges of the
+    layer that was made for them last. None where there is no such layer: not called yet, nothing exchanged, or answered
+    by the reference. Takes the decision for eager calls if it has not been taken yet, so every rank of the group must
+    call it.
+    """
+    layout, settings = check_call(ffn, inputs), Settings.from_environment()
+    if layout.P == 1 or plan.unsupported(ffn, inputs) or plan.decomposed(layout, inputs):
+        return None
+    if compiled:
+        candidate = INDUCTOR, settings.bias or probe.observed_bias_form(ffn)
+    else:
+        decision = api.decide(ffn, inputs, layout, settings)
+        candidate = decision.recipe, decision.bias
+    ran = api.plan_that_ran(ffn.ep_group, api.problem_of(ffn, layout, settings, candidate))
+    return None if ran is None else str(ran)
 
 
 def _schedule(chosen: Plan, layout: Layout, sent: int) -> str:

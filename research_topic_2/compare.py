@@ -18,7 +18,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from rankmixer import plugins, record, variants
+from rankmixer import plans, plugins, record, variants
 from rankmixer.checks import CHECK_ROWS, check_shape, compare_full_batch, reason_to_skip, run_checks
 from rankmixer.cli import guarded, make_timer, pass_name, prepare, print_setup
 from rankmixer.ffn import OVERLAP_MODES
@@ -116,6 +116,7 @@ def compare(parser, options, workload):
         "plugin": plugins.plugin_name() if any(variant.mode == "kernel" for variant in asked) else None,
         "transports": {mode: transport_in_use(variants.parse(mode).mode, runtime.group) for mode in others},
         "variants": {variant.name: variant.describe() for variant in asked if not variant.plain}, "failed": failed,
+        "plans": {mode: plans.plan_of(workload, mode) for mode in modes if variants.parse(mode).mode == "kernel"},
         "exchange": record.exchange_bytes(options, runtime.world_size), "checks": checks, "full_batch": full_batch,
         "peak_memory_bytes": _fullest(runtime.gather(before), measurements),
         "measurements": measurements, "summary": summarize(measurements, modes), "tuning": tuning})
@@ -242,6 +243,7 @@ def table(result):
     fallbacks = [mode for mode, transport in result["transports"].items()
                  if mode == "sm-free" and transport == "collective"]
     lines += [f"note: {mode} fell back to the with-sm transport here" for mode in fallbacks]
+    lines += [f"plan of {mode}: {plan}" for mode, plan in result["plans"].items() if plan is not None]
     lines.append("hidden = (T_none - T_mode) / T_exchanges, an estimate; exposed = T_mode - T_comp-only of none")
     return "\n".join(lines)
 

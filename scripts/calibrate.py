@@ -2,6 +2,7 @@
 r"""Fit the simulated machine to four measured configurations, and judge it on all the others.
 
     python scripts/calibrate.py [--json reports/results/simulated/calibration.json]
+    python scripts/calibrate.py --predict FOLDER    # its records: measured, and simulated with the numbers as they are
 
 A configuration is one comparison record under `reports/results/h200x2-*`: a workload, a software stack, a link,
 forward or forward and backward. Each of its modes is one latency, the slowest rank's median. Nine numbers
@@ -13,16 +14,20 @@ machine are data sheets' or those of kernels measured alone (`compile_overlap/ma
 Judged are all modes of the other configurations that the simulator knows: the sequential layer, the same without
 communication, and the overlapped layer with its chunks, through collectives and the peers' memory. Left out: modes
 whose order is not a schedule of ours (`naive`, Inductor's own passes, `with-sm`, `sm-free`), and the overlapped layer
-of records older than its schedule (they name no variants). What `kernel` chose is not in a record: for the first ones
-it is known (`PLANS`), else it is taken to be what the plan is now for that link. No number was fitted to a judged
-latency; but the model's form was settled by people who had seen them, so records that came later judge it best.
-Prints the table; with --json writes it, and the fitted numbers.
+of records older than its schedule (they name no variants). A record names the plan of each mode; of older ones that do
+not, the first are known (`PLANS`), for others the plan is taken to be what it is now for that link. No number was
+fitted to a judged latency; but the model's form was settled by people who had seen them, so records that came later
+judge it best. Prints the table; with --json writes it, and the fitted numbers.
+
+With --predict nothing is fitted: comparisons and single runs, of one host's GPUs and NVLink unless the folder's name
+says otherwise, are held against the model. A record of another GPU or software than the modelled ones is named.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import sys
 from pathlib import Path
@@ -82,50 +87,83 @@ class Configuration(NamedTuple):
     comm_scale: int
     itemsize: int
     settings: dict[str, dict[str, str]] | None
+    plans: dict[str, str | None]
     measured: dict[str, float]
     sent_bytes: int
     exchanges: int
+    gpu: str
 
     def machine(self, fitted: Fitted) -> Machine:
-        return machines.machine(link=self.link, stack=self.stack, fitted=fitted)
+        return machines.machine(self.gpu, self.link, self.stack, fitted=fitted)
 
 
 def configurations() -> list[Configuration]:
     """The comparison records of two H200s whose software and link are known, by name."""
-    read = (_read(path) for path in sorted(RESULTS.glob("h200x2-*/**/*.json")))
-    return [found for found in read if found is not None]
+    found = []
+    for path in sorted(RESULTS.glob("h200x2-*/**/*.json")):
+        content = json.loads(path.read_text())
+        if content["kind"] == "comparison" and _obstacle(content) is None:
+            found.append(_configuration(content, path))
+    return found
 
 
-def _read(path: Path) -> Configuration | None:
-    content = json.loads(path.read_text())
-    if content["kind"] != "comparison":
-        return None
-    option = {name: each["value"] for name, each in content["configuration"].items()}
+def _obstacle(content: dict[str, Any]) -> str | None:
+    """Why a record's modes are not simulated, or None."""
+    option, environment = _options(content), content["environment"]
+    if _stack(content) not in machines.STACKS:
+        return f"no model of {_stack(content)}"
+    if _gpu(environment["device"]) is None:
+        return f"no model of {environment['device']}"
+    unknown = [name for name in ("large_block", "cuda_graph") if option.get(name)]
+    return f"no model of {unknown[0]}" if unknown else None
+
+
+def _options(content: dict[str, Any]) -> dict[str, Any]:
+    return {name: each["value"] for name, each in content["configuration"].items()}
+
+
+def _stack(content: dict[str, Any]) -> str:
     version = content["environment"]["torch"].partition("+")[0]
-    stack = f"torch {version} {'eager' if option['no_compile'] else 'compiled'}"
-    folder = path.relative_to(RESULTS).parts[0]
-    link = {"shm": machines.SHARED_MEMORY, "tcp": machines.TCP}.get(folder.rpartition("-")[2], machines.NVLINK)
-    if stack not in machines.STACKS or option["large_block"] or option.get("cuda_graph"):
-        return None
+    return f"torch {version} {'eager' if _options(content)['no_compile'] else 'compiled'}"
+
+
+def _gpu(device: str) -> str | None:
+    return next((name for name in machines.GPUS if re.search(rf"\b{name}\b", device)), None)
+
+
+def _link(path: Path) -> str:
+    """By the folder in which a record lies: NVLink unless its name ends otherwise."""
+    ends = {part.rpartition("-")[2] for part in path.parts[:-1]}
+    known = {"shm": machines.SHARED_MEMORY, "tcp": machines.TCP}
+    return next((link.name for end, link in known.items() if end in ends), machines.NVLINK.name)
+
+
+def _configuration(content: dict[str, Any], path: Path) -> Configuration:
+    option = _options(content)
     hidden = option["dim"] * option["k"] * option["compute_scale"]
     layout = Layout(content["world_size"], option["batch_size"], option["tokens"], option["dim"], hidden)
-    measured = {mode: each["slowest_rank"]["p50_s"] for mode, each in content["measurements"].items()}
+    if "measurements" in content:
+        statistics_of, plans = content["measurements"], content.get("plans", {})
+    else:
+        mode = f"{'comp-only:' if content['kind'] == 'comp-only' else ''}{option['overlap']}"
+        statistics_of, plans = {mode: content}, {option["overlap"]: content.get("plan")}
+    measured = {mode: each["slowest_rank"]["p50_s"] for mode, each in statistics_of.items()}
     itemsize = 4 if option["dtype"] in ("fp32", "float32") else 2
     exchange = content["exchange"]
     return Configuration(
-        str(path.relative_to(RESULTS)), layout, link.name, stack, content["pass"] != "forward",
-        content["environment"]["git_commit"], option["comm_scale"],
-        itemsize, _settings(content), measured,
-        exchange["bytes_sent_per_exchange"], exchange["exchanges"],
+        str(path.relative_to(RESULTS) if path.is_relative_to(RESULTS) else path.name), layout, _link(path),
+        _stack(content), content["pass"] != "forward", content["environment"]["git_commit"], option["comm_scale"],
+        itemsize, _settings(content), plans, measured,
+        exchange["bytes_sent_per_exchange"], exchange["exchanges"], _gpu(content["environment"]["device"]),
     )  # fmt: skip
 
 
 def _settings(content: dict[str, Any]) -> dict[str, dict[str, str]] | None:
     """The plugin's settings of each mode but the reference's; None where the record is older than the schedule."""
-    if "variants" not in content:
+    if "variants" not in content and "plan" not in content:
         return None
-    changed = {mode: each["environment"] for mode, each in content["variants"].items() if not mode.startswith(NONE)}
-    return {"kernel": {}, **changed}
+    variants = content.get("variants", {})
+    return {"kernel": {}, **{mode: each["environment"] for mode, each in variants.items() if not mode.startswith(NONE)}}
 
 
 def plan_of(found: Configuration, mode: str, machine: Machine) -> Plan | None:
@@ -136,6 +174,10 @@ def plan_of(found: Configuration, mode: str, machine: Machine) -> Plan | None:
     settings = {key.removeprefix("A2A_FFN_"): value for key, value in (found.settings or {})[name].items()}
     if set(settings) - {"CHUNKS", "TRANSPORT", "OWN_FIRST", "STRICT"}:
         raise KeyError(mode)
+    if name in found.plans:
+        if found.plans[name] is None:  # the reference answered
+            raise KeyError(mode)
+        return Plan.parse(found.plans[name])
     sizes = tuple(int(part) for part in settings.get("CHUNKS", "").split(",") if part)
     if not settings and found.commit.startswith(COMMITS):
         sizes = PLANS[found.link, found.training]
@@ -224,11 +266,7 @@ def table(result: dict[str, Any]) -> str:
     for each in result["fitted_on"]:
         value = result["fitted"][each["parameter"]]
         lines.append(f"  {each['parameter']:<27}{value:>12.4g}   {each['mode']} of {each['configuration']}")
-    lines += ["", f"{'judged':<78}{'measured':>10}{'simulated':>11}{'error':>9}"]
-    for point in result["judged"]:
-        name = f"{point['configuration'].removeprefix('h200x2-')}  {point['mode']}"
-        times = f"{point['measured_s'] * 1e3:>10.3f}{point['simulated_s'] * 1e3:>11.3f}"
-        lines.append(f"{name:<78}{times}{point['error']:>+9.1%}")
+    lines += ["", *_beside("judged", result["judged"])]
     errors = result["configurations"]
     within = sum(error <= TARGET_ERROR for error in errors.values())
     lines += [
@@ -241,10 +279,41 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _beside(title: str, points: list[dict[str, Any]]) -> list[str]:
+    """A line for each latency, in milliseconds: measured, simulated, and the error."""
+    names = [f"{point['configuration'].removeprefix('h200x2-')}  {point['mode']}" for point in points]
+    width = max(map(len, (title, *names))) + 2
+    lines = [f"{title:<{width}}{'measured':>10}{'simulated':>11}{'error':>9}"]
+    for name, point in zip(names, points):
+        times = f"{point['measured_s'] * 1e3:>10.3f}{point['simulated_s'] * 1e3:>11.3f}"
+        lines.append(f"{name:<{width}}{times}{point['error']:>+9.1%}")
+    return lines
+
+
+def predict(folder: Path) -> str:
+    """The latencies of a folder's records beside the simulator's, as text."""
+    points, refused = [], []
+    for path in sorted(folder.glob("*.json")):
+        content = json.loads(path.read_text())
+        if not isinstance(content, dict) or content.get("kind") not in ("comparison", "full", "comp-only"):
+            continue
+        reason = _obstacle(content)
+        if reason is None:
+            points += judge(_configuration(content, path), FITTED)
+        else:
+            refused.append(f"{path.name}: not simulated, {reason}")
+    head = f"SIMULATED beside measured, ms; fitted on two H200s, {len(points)} latencies"
+    return "\n".join([head, *(_beside("record, mode", points) if points else []), *refused])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write the calibration here")
+    parser.add_argument("--predict", type=Path, metavar="FOLDER", help="only hold its records against the model")
     options = parser.parse_args()
+    if options.predict:
+        print(predict(options.predict))
+        return 0
     result = calibrate()
     print(table(result))
     if options.json:

@@ -4,10 +4,11 @@
 #
 # The most important first: the link, the public cases on two GPUs, then P=8: none, with-sm, sm-free, kernel and
 # kernel:peers, compiled and not, forward and backward, checked, the full batch compared bit for bit; what ran beside what;
-# the assignment's own commands; payload and computation doubled; P=4, compiled beside eager on the other four GPUs; other
-# chunk counts beside the plan's. A step that does not fit into what is left of $BUDGET (560) seconds is skipped and named:
-# `--only` runs it later. OUT gets table.log and results.tar.gz.0 and so on: every step's log, records with all ranks' raw
-# samples, traces of rank 0 with the figures of all.
+# the assignment's own commands; payload and computation doubled; P=4, compiled beside eager on the other four GPUs; all
+# candidates of the planner, uneven chunks among them, beside its choice; last a table of each latency beside the simulated
+# one. A step that does not fit into what is left of $BUDGET (560) seconds is skipped and named: `--only` runs it later. OUT
+# gets table.log and results.tar.gz.0 and so on: every step's log, records with all ranks' raw samples and the plan of each
+# mode, traces of rank 0 with the figures of all.
 #
 #   --dry-run   print the commands
 #   --cpu       the same steps on four gloo processes with a tiny shape, to see that each works (no traces)
@@ -40,11 +41,11 @@ source "$root/scripts/steps.sh"
 
 export PYTHON=$python PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1
-all=8 half=4 shape="" common="--warmup 5 --num-tests 20 --rounds 4" long="--warmup 10 --num-tests 100"
+all=8 half=4 shape="" sizes="" common="--warmup 5 --num-tests 20 --rounds 4" long="--warmup 10 --num-tests 100"
 if ((cpu)); then
   budget=${BUDGET:-7200} patience=10
   all=4 half=2 common="--warmup 1 --num-tests 4 --rounds 2" long="--warmup 1 --num-tests 4"
-  shape="--device cpu --no-l2-flush --batch-size 2 --tokens 16 --dim 128 --k 2"
+  sizes="--batch-size 2 --tokens 16 --dim 128 --k 2" shape="--device cpu --no-l2-flush"
   export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 CUDA_VISIBLE_DEVICES= GLOO_SOCKET_IFNAME=lo
 fi
 modes=none,with-sm,sm-free,kernel,kernel:peers
@@ -55,14 +56,14 @@ torchrun() { echo "$python -m torch.distributed.run --standalone --nproc-per-nod
 compare() { # name, limit, ranks, modes, flags...
   local name=$1 limit=$2 ranks=$3 which=$4
   shift 4
-  step "$name" "$limit" $(torchrun "$ranks") "$root/research_topic_2/compare.py" $shape $common --modes "$which" "$@" \
+  step "$name" "$limit" $(torchrun "$ranks") "$root/research_topic_2/compare.py" $shape $sizes $common --modes "$which" "$@" \
     --json "$work/$name.json"
 }
 
 assigned() { # name, flags...: a command as the assignment prints it
   local name=$1
   shift
-  step "$name" 90 env NPROC=$all bash "$root/research_topic_2/scripts/run_prod_local.sh" $shape $long "$@" \
+  step "$name" 90 env NPROC=$all bash "$root/research_topic_2/scripts/run_prod_local.sh" $shape $sizes $long "$@" \
     --json "$work/$name.json"
 }
 
@@ -100,6 +101,9 @@ compare p8_comm2 75 $all none,kernel,kernel:peers --comm-scale 2
 compare p8_compute2 75 $all none,kernel,kernel:peers --compute-scale 2
 side_by_side p4 p4_eager 90
 side_by_side p4_backward p4_eager_backward 120 --backward
-compare p8_chunks 90 $all none,kernel,kernel:chunks=1,kernel:chunks=2,kernel:chunks=4
+if wanted p8_chunks; then
+  compare p8_chunks 105 $all "$("$python" "$root/scripts/simulate.py" --ranks $all $sizes --modes)"
+fi
 trace traces_backward --backward
+budget=$((SECONDS + 20 * patience)) step simulated 20 "$python" "$root/scripts/calibrate.py" --predict "$work"
 exit $failed

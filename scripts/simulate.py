@@ -5,6 +5,7 @@ r"""The layer on modelled machines: what the sequential layer takes, the overlap
     python scripts/simulate.py --machine H100 --ranks 16 --cards 4 --transport peers --backward [--path]
     python scripts/simulate.py --standard --json reports/results/simulated/scaling.json
     python scripts/simulate.py --rows                             # chunks of rows where a rank has few tokens
+    python scripts/simulate.py --ranks 8 --modes                  # the planner's candidates, as compare.py's --modes
 
 SIMULATED, all of it: by the schedules that the passes follow and the cost model that the planner uses, whose
 calibration `scripts/calibrate.py` judges on two H200s. Machines and links that were not at hand have data sheet
@@ -187,6 +188,16 @@ def rows_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def modes(asked: Question) -> str:
+    """The planner's choice and all of its candidates, the predicted fastest first: a list for compare.py's --modes.
+
+    `kernel` is the choice by the costs that are measured there. It is a candidate too, so the two show the noise.
+    """
+    ranked = plan.ranked_on(asked.machine, asked.layout, 2, "cuda", asked.training, asked.settings)
+    sizes = ("+".join(map(str, each.sizes)) if len(each.sizes) > 1 else "1" for each in ranked)
+    return ",".join(["none", "kernel", *(f"kernel:chunks={each}" for each in sizes)])
+
+
 def calibration() -> str:
     """On what the simulation was calibrated, and how well that fits, in a line."""
     judged = json.loads(CALIBRATION.read_text())
@@ -201,6 +212,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--standard", action="store_true", help="the standard cases (also without any argument)")
     add("--rows", action="store_true", help="chunks of rows where a rank has one token, and four")
+    add("--modes", action="store_true", help="only print the planner's candidates as modes of compare.py")
     add("--machine", choices=sorted(GPUS), default="H200")
     add("--ranks", type=int, default=8, help="P (default: %(default)s)")
     add("--gpus-per-host", type=int, default=8)
@@ -221,6 +233,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     options = build_parser().parse_args()
+    if options.modes:
+        print(modes(_question(options)))
+        return 0
     print(f"SIMULATED: {calibration()}")
     if options.rows:
         rows = [row_chunks(*each) for each in itertools.product((16,), (16, 64), (False, True), (1, 2, 4, 8))]

@@ -13,10 +13,14 @@ say() { # a line of the table
   ((dry_run)) || echo "$*" >>"$work/table.log"
 }
 
+wanted() { # name of a step
+  [[ -z $only || ,$only, == *,$1,* ]]
+}
+
 step() { # name, limit in seconds, command...; the status is the command's
   local name=$1 limit=$(($2 * patience)) begin=$SECONDS left=$((budget - SECONDS)) status text
   shift 2
-  [[ -z $only || ,$only, == *,$name,* ]] || return 0
+  wanted "$name" || return 0
   if ((dry_run)); then
     printf -v text ' %q' "$@" # one write: steps side by side print at the same time
     echo "$name (at most $limit s):$text"
@@ -35,7 +39,7 @@ step() { # name, limit in seconds, command...; the status is the command's
     grep -vE '^\s*(File|Traceback|frame #)' "$work/$name.log" | tail -n 12
     failed=1
   fi
-  sed -n '/slowest-rank medians/,/^hidden = /p; /^full-batch comparison/p; /^rank [0-9]*: span/p' "$work/$name.log" |
+  sed -n '/slowest-rank medians/,/^hidden = /p; /^full-batch comparison/p; /^rank [0-9]*: span/p; /^SIMULATED/,$p' "$work/$name.log" |
     tee -a "$work/table.log"
   pack
   return $status

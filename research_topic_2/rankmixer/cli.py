@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from rankmixer import backends, plugins, record
+from rankmixer import backends, plans, plugins, record
 from rankmixer.checks import check_shape, compare_full_batch, run_checks
 from rankmixer.ffn import OVERLAP_MODES
 from rankmixer.options import add_common_options, configuration, overridden_defaults, validate
@@ -111,14 +111,15 @@ def _run(parser, options, workload):
     check_shape(workload, output)
     runtime.print(f"rank 0 {options.overlap}{' comp-only' if options.comp_only else ''}: {describe(timing)} "
                   f"({len(timing.samples)} samples)")
-    result = _make_record(parser, options, runtime, timing, output, checks, full_batch, tuning)
+    chosen = plans.plan_of(workload, options.overlap)
+    result = _make_record(parser, options, runtime, timing, output, checks, full_batch, tuning, chosen)
     _print_result(runtime, result)
     if options.json and runtime.is_main:
         record.write(result, options.json)
     runtime.barrier()
 
 
-def _make_record(parser, options, runtime, timing, output, checks, full_batch, tuning):
+def _make_record(parser, options, runtime, timing, output, checks, full_batch, tuning, chosen):
     samples = runtime.gather(timing.samples)
     statistics = record.slowest_rank(samples)
     median = statistics["p50_s"]
@@ -135,6 +136,7 @@ def _make_record(parser, options, runtime, timing, output, checks, full_batch, t
         "forward_tflops": record.forward_tflops(options, median),
         "exchange": record.exchange_bytes(options, runtime.world_size),
         "checks": checks, "full_batch": full_batch, "output_shape": list(output.shape), "tuning": tuning,
+        "plan": chosen,
     })
 
 
@@ -144,6 +146,8 @@ def _print_result(runtime, result):
         f"{name} {slowest[key] * 1e6:.1f} us" for name, key in
         (("mean", "mean_s"), ("p50", "p50_s"), ("p90", "p90_s"), ("p99", "p99_s"))))
     rate = f", forward {result['forward_tflops']:.3g} TFLOP/s per rank" if result["forward_tflops"] else ""
+    if result["plan"] is not None:
+        runtime.print(f"plan: {result['plan']}")
     runtime.print(f"throughput: {result['tokens_per_s']:.4g} tokens/s over all ranks{rate}")
     if result["kind"] == "comp-only":
         runtime.print("comp-only: communication removed; not a layer latency")

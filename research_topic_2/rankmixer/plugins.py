@@ -27,15 +27,30 @@ def load_plugin():
         ImportError: the module cannot be imported; the message names the variable, its value and the cause.
         ValueError: the module has no callable ``forward_ffn``.
     """
-    return _function("forward_ffn", "forward_ffn(ffn, inputs, *, comp_only)")
+    return _required("forward_ffn", "forward_ffn(ffn, inputs, *, comp_only)")
 
 
 def load_tune():
     """As `load_plugin`, the plugin's ``tune(ffn, inputs, *, compiled)``, which not every plugin has."""
-    return _function("tune", "tune(ffn, inputs, *, compiled), or run without --tune")
+    return _required("tune", "tune(ffn, inputs, *, compiled), or run without --tune")
 
 
-def _function(name, signature):
+def load_plan_of():
+    """As `load_plugin`, the plugin's ``plan_of(ffn, inputs, *, compiled)``: the plan that ran, as text or None.
+
+    None where the plugin has no such function, as one that plans nothing.
+    """
+    return _function("plan_of")
+
+
+def _required(name, signature):
+    function = _function(name)
+    if function is None:
+        raise ValueError(f"{PLUGIN_VARIABLE}={plugin_name()!r}: the module must define {signature}")
+    return function
+
+
+def _function(name):
     plugin = plugin_name()
     if str(PLUGIN_FOLDER) not in sys.path:
         sys.path.insert(0, str(PLUGIN_FOLDER))
@@ -45,9 +60,7 @@ def _function(name, signature):
         raise ImportError(f"{PLUGIN_VARIABLE}={plugin!r} cannot be imported ({type(cause).__name__}: {cause}); allowed "
                           f"are an importable module or the path of a .py file") from cause
     function = getattr(module, name, None)
-    if not callable(function):
-        raise ValueError(f"{PLUGIN_VARIABLE}={plugin!r}: the module must define {signature}")
-    return function
+    return function if callable(function) else None
 
 
 def _load_file(path):

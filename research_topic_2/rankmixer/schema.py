@@ -1,15 +1,18 @@
 """What every kind of record must hold. `validate` is called before one is written, and on every committed one.
 
-Kinds: ``full`` (the whole block), ``comp-only`` (exchanges removed; not a layer latency), ``comparison`` (several modes,
-and variants of them as ``mode:variant``, measured in one run, see compare.py; those of many shapes in one file, see
-results_file.py), ``overlap-measurement`` (a comparison with figures of what was hidden, and of device traces, see
-scripts/measure.py), ``planner`` (all candidate plans of many shapes, see scripts/judge_planner.py). ``calibration`` and
-``simulation`` (scripts/calibrate.py, scripts/simulate.py) hold what was simulated, and say so: ``simulated`` is true.
+Kinds: ``full`` (the whole block), ``comp-only`` (exchanges removed; not a layer latency), ``comparison`` (several
+modes, and variants of them as ``mode:variant``, measured in one run, see compare.py; those of many shapes in one file,
+see results_file.py), ``overlap-measurement`` (a comparison with figures of what was hidden, and of device traces, see
+scripts/measure.py), ``planner`` (all candidate plans of many shapes, see scripts/judge_planner.py), ``splits`` (the
+local computation in parts on one device, see scripts/splits.py). ``calibration`` and ``simulation``
+(scripts/calibrate.py, scripts/simulate.py) hold what was simulated, and say so: ``simulated`` is true.
 """
 
 import math
 
 SCHEMA_VERSION = 1
+PASSES = ("forward", "forward+backward")
+SPLIT_AXES = ("L", "rows", "H")
 _TEXT_OR_NONE = (str, type(None))
 _ANY = {"schema": int, "kind": str}
 _RUN = {**_ANY, "configuration": dict, "environment": dict, "world_size": int, "pass": str}
@@ -21,6 +24,8 @@ _COMPARISON = {**_COMMON, "rounds": int, "transports": dict, "measurements": dic
                "full_batch": dict}
 _OVERLAP = {**_COMPARISON, "hiding": dict, "traces": dict, "trace_note": _TEXT_OR_NONE}
 _PLANNER = {**_RUN, "settings": dict, "shapes": list, "geometric_means": dict}
+_SPLITS = {**_ANY, "configuration": dict, "environment": dict, "recipe": str, "bias": str, "rounds": int,
+           "splits": list}
 _CALIBRATION = {**_ANY, "fitted": dict, "fitted_on": list, "judged": list, "configurations": dict,
                 "median_error": float, "median_error_of_configurations": float, "median_error_of_overlapped": float}
 _SIMULATION = {**_ANY, "calibration": str, "cases": list}
@@ -45,18 +50,20 @@ def validate(record):
             raise ValueError(f"record field {name}={record[name]!r}: must be {expected}")
     if record["schema"] != SCHEMA_VERSION:
         raise ValueError(f"schema={record['schema']}: must be {SCHEMA_VERSION}")
-    if "pass" in fields and record["pass"] not in ("forward", "forward+backward"):
-        raise ValueError(f"pass={record['pass']!r}: allowed are forward, forward+backward")
+    if "pass" in fields and record["pass"] not in PASSES:
+        raise ValueError(f"pass={record['pass']!r}: allowed are {', '.join(PASSES)}")
     check(record)
     return record
 
 
 def _check_single(record):
+    _check_plan("plan", record.get("plan"))
     _check_measurement(record["kind"], record, record)
 
 
 def _check_comparison(record):
     _check_variants(record)
+    _check_plans(record)
     for name, measurement in record["measurements"].items():
         _check_measurement(name, measurement, record)
 
@@ -101,6 +108,27 @@ def _check_planner(record):
     return record
 
 
+def _check_splits(record):
+    """The whole comes first; every split has both passes, and all others are compared with the whole."""
+    for index, row in enumerate(record["splits"]):
+        name = f"splits[{index}]"
+        axis, parts = row["axis"], row["parts"]
+        if (axis not in SPLIT_AXES or parts < 2) if index else (axis, parts) != (None, 1):
+            raise ValueError(f"{name}: axis={axis!r}, parts={parts}: must be null and 1 first, then one of "
+                             f"{', '.join(SPLIT_AXES)} and at least 2")
+        if set(row["passes"]) != set(PASSES) or bool(row["compared"]) != bool(index):
+            raise ValueError(f"{name}: must have {' and '.join(PASSES)}, and be compared unless it is the whole")
+        for each, times in row["passes"].items():
+            samples = times["samples_s"]
+            if not samples or not all(0 <= value < math.inf for value in samples):
+                raise ValueError(f"{name}.{each}.samples_s={samples}: must be finite samples of at least 0 seconds")
+            if not math.isclose(times["p50_s"], percentile(sorted(samples), 50)):
+                raise ValueError(f"{name}.{each}.p50_s={times['p50_s']}: must be the samples' median")
+        for tensor, verdict in row["compared"].items():
+            if verdict["equal"] and verdict["relative_error"] != 0:
+                raise ValueError(f"{name}.compared.{tensor}={verdict}: what is equal has no error")
+
+
 def _check_simulated(record):
     if record.get("simulated") is not True:
         raise ValueError(f"simulated={record.get('simulated')!r}: must be true, since nothing here was measured alone")
@@ -121,6 +149,22 @@ def _check_variants(record):
     for name, problem in failed.items():
         if not isinstance(problem, str) or not problem or name in record["measurements"]:
             raise ValueError(f"failed.{name}={problem!r}: must be the error of a variant that has no measurement")
+
+
+def _check_plans(record):
+    """What the plugin says that its modes ran with; absent from older records."""
+    plans = record.get("plans", {})
+    if not isinstance(plans, dict):
+        raise ValueError(f"record field plans={plans!r}: must be {dict}")
+    for name, plan in plans.items():
+        if name not in record["summary"] or name.partition(":")[0] != "kernel":
+            raise ValueError(f"plans.{name}={plan!r}: must be of a kernel mode of {', '.join(record['summary'])}")
+        _check_plan(f"plans.{name}", plan)
+
+
+def _check_plan(name, plan):
+    if plan is not None and (not isinstance(plan, str) or not plan or "\n" in plan):
+        raise ValueError(f"{name}={plan!r}: must be a line of text, or null")
 
 
 def _check_measurement(name, measurement, record):
@@ -152,6 +196,6 @@ def geometric_mean(ratios):
 _KINDS = {
     "full": (_SINGLE, _check_single), "comp-only": (_SINGLE, _check_single),
     "comparison": (_COMPARISON, _check_comparison), "overlap-measurement": (_OVERLAP, _check_hiding),
-    "planner": (_PLANNER, _check_planner), "calibration": (_CALIBRATION, _check_simulated),
-    "simulation": (_SIMULATION, _check_simulated),
+    "planner": (_PLANNER, _check_planner), "splits": (_SPLITS, _check_splits),
+    "calibration": (_CALIBRATION, _check_simulated), "simulation": (_SIMULATION, _check_simulated),
 }

@@ -195,6 +195,10 @@ class Record:
         """GB/s that a rank sends in the isolated exchanges."""
         return self.cite("link", *LINK, form="3", scale=1e-9)
 
+    def plan(self, mode: str) -> str | None:
+        """The plan that a mode ran with; None where the record, as older ones, does not say."""
+        return (self.get("plans") or {}).get(mode)
+
     def trace(self, field: str, form: str = "{:.0f}", scale: float = 1) -> str:
         """A figure of a device trace, of the rank whose call took longest."""
         spans = [rank["span_us"] for rank in self.get("ranks") or ({"span_us": 0},)]

@@ -106,7 +106,7 @@ class Figures:
             if record.file.split("/")[1] != folder or not compiled_forward or not _default_shape(record):
                 continue
             for mode in record.modes:
-                count = chunks_of(mode)
+                count = chunks_of(mode, record.plan(mode))
                 if count is not None:
                     label = "peers' memory" if "peers" in mode else "none" if mode == "none" else "through NCCL"
                     series.setdefault(label, []).append((count, record.number("value", median(mode), scale=1e3)))
@@ -234,10 +234,10 @@ class Figures:
 AS_PLANNED = 0.75  # where it stands on the axis of chunks
 
 
-def chunks_of(mode: str) -> float | None:
-    """How many chunks a mode's name says it has, or None. The records do not say what the plan chose for ``kernel``."""
+def chunks_of(mode: str, plan: str | None = None) -> float | None:
+    """How many chunks a mode's name says it has, or None; for ``kernel`` what its plan says, which older records lack."""
     if mode == "kernel":
-        return AS_PLANNED
+        return AS_PLANNED if plan is None else len(plan.split()[0].split(","))
     if mode in ("none", "kernel:sequential", "kernel:peers"):  # through the peers' memory the plan is one chunk
         return 1
     found = re.fullmatch(r"kernel:(?:chunks|peers)=([\d+]+)", mode)

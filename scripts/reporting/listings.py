@@ -10,6 +10,7 @@ _KINDS = {
     "comp-only": "without exchanges",
     "comparison": "modes compared",
     "overlap-measurement": "modes compared, with traces",
+    "splits": "the computation in parts",
     "trace": "device trace",
 }
 

@@ -1,5 +1,6 @@
 """The scripts for machines that are not at hand: what they would run is parsed by what it would be given to."""
 
+import functools
 import os
 import re
 import shlex
@@ -17,6 +18,7 @@ SCRIPTS = ROOT / "scripts"
 sys.path.append(str(SCRIPTS))
 
 
+@functools.cache
 def dry_run(script, *arguments, **environment):
     """{name of a step: (its limit or None, its words)}."""
     command = [sys.executable if script.endswith(".py") else "bash", str(SCRIPTS / script), "OUT", "--dry-run", *arguments]
@@ -60,6 +62,18 @@ def test_eight_gpus_covers_the_workload():
     assert not wanted
     assert {each.comm_scale for each in options.values()} == {each.compute_scale for each in options.values()} == {1, 2}
     assert any("trace_overlap.py" in word for _, words in steps.values() for word in words)
+    candidates = [mode.partition("=")[2] for mode in options["p8_chunks"].modes.split(",")[2:]]
+    assert "1" in candidates and "2+4+2" in candidates  # uneven chunks of L = 8
+    assert list(steps)[-1] == "simulated" and "--predict" in steps["simulated"][1]
+
+
+def test_the_simulated_table_is_made_when_no_time_is_left(tmp_path):
+    environment = {**os.environ, "PYTHON": sys.executable, "BUDGET": "0"}
+    command = ["bash", SCRIPTS / "eight_gpus.sh", tmp_path, "--cpu", "--only", "public_check,simulated"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1 and "skip  public_check: " in result.stdout and "ok    simulated" in result.stdout
+    assert "SIMULATED beside measured" in (tmp_path / "table.log").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["results.tar.gz.0", "table.log"]
 
 
 def test_only_what_is_asked_for_runs():

@@ -18,7 +18,7 @@ sys.path.append(str(ROOT / "scripts"))
 
 import report  # noqa: E402
 from reporting.citations import Record, Results, printed  # noqa: E402
-from reporting.figures import chunks_of  # noqa: E402
+from reporting.figures import AS_PLANNED, chunks_of  # noqa: E402
 from reporting.page import page  # noqa: E402
 
 REPORTS = ROOT / "reports"
@@ -156,10 +156,12 @@ def test_another_value_in_a_record_is_another_number_in_the_report(built, tmp_pa
     content = json.loads(file.read_text())
     content["measurements"]["kernel"]["slowest_rank"]["p50_s"] = 0.0061234
     content["environment"]["git_commit"] = "f" * 40
+    content["plans"] = {"kernel": "4,12,12,4 r7 a2 b1 s16", "kernel:chunks=4": None}
     file.write_text(json.dumps(content))
     (tmp_path / "reports" / "results" / "cpu-netns" / "forward.json").unlink()
     markdown, _ = report.build(tmp_path / "reports", tmp_path / "figures")
     assert "6.123 ms" in markdown and "| `kernel` | 6.123 |" in markdown and "fffffff" in markdown
+    assert "Plans: `overlap` `kernel` `4,12,12,4 r7 a2 b1 s16`." in markdown and "Plans: " not in before
     assert markdown.count(shown) < before.count(shown) and markdown.count("no record") > before.count("no record")
 
 
@@ -297,6 +299,10 @@ def test_the_cross_node_section_begins_with_what_is_missing(built):
 )
 def test_chunks_are_read_off_a_mode(mode, count):
     assert chunks_of(mode) == count
+
+
+def test_the_planned_chunks_are_those_of_the_plan():
+    assert chunks_of("kernel", "4,12,12,4 r7 a2 b1 s16") == 4 and chunks_of("kernel") == AS_PLANNED
 
 
 @pytest.mark.parametrize(
