@@ -2,5 +2,6 @@
 
 from .api import forward_ffn, reset
 from .explain import explain
+from .faults import RankFault, watched
 
-__all__ = ["explain", "forward_ffn", "reset"]
+__all__ = ["RankFault", "explain", "forward_ffn", "reset", "watched"]

@@ -21,6 +21,7 @@ def explain(ffn: Any, inputs: torch.Tensor) -> str:
     layout = check_call(ffn, inputs)
     settings = Settings.from_environment()
     reason = plan.unsupported(ffn, inputs)
+    api.agree_on_call(ffn.ep_group, layout, inputs.dtype, reason)
     decision = None if reason else api.decide(ffn, inputs, layout, settings)
     if decision is not None and decision.recipe is None:
         reason = decision.reason
