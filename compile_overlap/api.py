@@ -185,6 +185,7 @@ def _layer(
         _refuse_capture(inputs, "the layer is compiled")
         agreed = {**static, "modes": modes, "requires_grad and strides": per_tensor}
         faults.agree(ffn.ep_group, f"the layer for {layout}", agreed)
+        calls.forget(compiler.drop_oldest())
         layer = compiler.new_layer(key, static)
         error = layer.prepare(*tensors)
         if not all_ranks(ffn.ep_group, layout.P, inputs.device, error is None):

@@ -13,13 +13,15 @@
 | Inductor's silu                                  | x sigmoid(x)     | x / (1 + exp(-x))          |
 
 What reads internals that no version makes public is here too: `comptime_value`, `global_state`, `tensor_guards`,
-`is_registered`, `store_of`, `timeout_s`, `environment`, `is_intercepted`, `transform_in_use`, `compiles_no_more`.
+`is_registered`, `store_of`, `timeout_s`, `environment`, `is_intercepted`, `transform_in_use`,
+`forget_compiled`, `compiles_no_more`.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
+import types
 from typing import Any, Callable
 
 import torch
@@ -125,6 +127,13 @@ def transform_in_use() -> str | None:
     if torch.autograd.forward_ad._current_level >= 0:
         return "forward-mode differentiation is in use"
     return None
+
+
+def forget_compiled(code: types.CodeType) -> None:
+    """Free what Dynamo compiled for a code object; it would keep both, which refer to each other."""
+    from torch._dynamo import eval_frame
+
+    eval_frame.remove_from_cache(code)
 
 
 def compiles_no_more() -> bool:

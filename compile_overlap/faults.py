@@ -31,6 +31,7 @@ import torch.distributed as dist
 from . import compat
 
 GRACE_S = 10  # how long a rank whose exchange failed waits for the others' words, unless the group's timeout is shorter
+MOST_AGREED = 1024  # configurations that a group remembers to have agreed on
 MOST_CHARACTERS = 500  # of an error's text, and of a value that ranks differ in
 _SLOWEST_POLL_S = 0.05
 _OF_EXCHANGES = ("gloo", "nccl", "connection closed by peer", "cuda error", "socket")
@@ -57,7 +58,7 @@ class _Board:
         self.ranks, self.own = dist.get_process_group_ranks(group), dist.get_rank()
         self.timeout_s = compat.timeout_s(group)
         self._name, self.agreed, self.failed = f"compile_overlap/{again}", 0, 0
-        self.known: set[Any] = set()
+        self.known: dict[Any, None] = {}
 
     def others(self) -> list[int]:
         return [rank for rank in self.ranks if rank != self.own]
@@ -179,7 +180,9 @@ def agree_once(group: Any, what: str, configuration: dict[str, Any]) -> None:
     key = what, tuple(configuration.items())
     if board is not None and key not in board.known:
         agree(group, what, configuration)
-        board.known.add(key)
+        board.known[key] = None
+        if len(board.known) > MOST_AGREED:  # the oldest, which is the same one on every rank
+            del board.known[next(iter(board.known))]
 
 
 def agree(group: Any, what: str, configuration: dict[str, Any]) -> None:

@@ -3,6 +3,6 @@
 Importable in the original archive as it is, once `compile_overlap` is installed.
 """
 
-from compile_overlap import forward_ffn
+from compile_overlap import forward_ffn, watched
 
-__all__ = ["forward_ffn"]
+__all__ = ["forward_ffn", "watched"]

@@ -4,6 +4,7 @@
 ``overlap-src/`` is on the search path.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 PLUGIN_VARIABLE = "A2A_FFN_KERNEL_PLUGIN"
 DEFAULT_PLUGIN = "kernel_overlap_plugin"
 PLUGIN_FOLDER = Path(__file__).resolve().parent.parent / "overlap-src"
+_loaded = []  # the plugin's module, once there is one
 
 
 def plugin_name():
@@ -38,7 +40,14 @@ def load_plugin():
     forward = getattr(module, "forward_ffn", None)
     if not callable(forward):
         raise ValueError(f"{PLUGIN_VARIABLE}={name!r}: the module must define forward_ffn(ffn, inputs, *, comp_only)")
+    _loaded[:] = [module]
     return forward
+
+
+def watched(group):
+    """Around a run: the loaded plugin's ``watched(group)``, where it has one; errors may then name the rank at fault."""
+    watch = getattr(_loaded[0], "watched", None) if _loaded else None
+    return watch(group) if watch else contextlib.nullcontext()
 
 
 def _load_file(path):
