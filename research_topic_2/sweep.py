@@ -171,13 +171,14 @@ def _earlier(parser, options, shape):
     path = _path(options, shape)
     if not path.exists():
         return None
-    earlier = record.validate(json.loads(path.read_text()))["configuration"]
+    earlier = record.read(path)
     asked = configuration(parser, options)
-    other = [f"{name}={earlier.get(name, {}).get('value')!r}" for name in asked
-             if name not in (*SHAPE, *_OF_THE_SWEEP) and earlier.get(name, {}).get("value") != asked[name]["value"]]
+    known = earlier["configuration"]
+    other = [f"{name}={known.get(name, {}).get('value')!r}" for name in asked
+             if name not in (*SHAPE, *_OF_THE_SWEEP) and known.get(name, {}).get("value") != asked[name]["value"]]
     if other:
         raise ValueError(f"output={options.output!r}: {path.name} is of another configuration ({', '.join(other)})")
-    return json.loads(path.read_text())
+    return earlier
 
 
 def _measured(parser, options, runtime, shape, earlier):
