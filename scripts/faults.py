@@ -20,69 +20,21 @@ import contextlib
 import fcntl
 import multiprocessing
 import os
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "research_topic_2")]
 
-TOKENS, DIM, K, ROWS = 12, 32, 2, 2
+from faulty_ranks import AGAIN, DECIDED, FAULTS, HEALTHY, Fault, run_rank  # noqa: E402
+
 STARTING_S = 600  # for a whole run, compilation included
 WORKERS_NOTICE_S = 10
 MARK = "FAULTS_RUN"
-OTHER, OF_STORE = -1, 0  # the rank at fault: the last, or the one whose process holds the store
-
-
-@dataclass(frozen=True)
-class Fault:
-    """What goes wrong on rank `who`: `step` names the method of `_Rank` that makes it, `settings` are its own variables.
-
-    `everywhere`: variables of all ranks. `device`: where it can be made, None for anywhere.
-    """
-
-    text: str
-    step: str = "calls"
-    who: int = OTHER
-    settings: dict = field(default_factory=dict)
-    everywhere: dict = field(default_factory=dict)
-    device: str | None = None
-    torchrun: bool = False
-
-
-DECIDED = {"A2A_FFN_RECIPE": "eager_exact", "A2A_FFN_BIAS": "add"}  # so that the first call compiles one layer only
-PEERS = {"A2A_FFN_TRANSPORT": "peers"}
-FAULTS = {
-    "dies-at-once": Fault("is killed before its first call", "dies_at_once"),
-    "dies-in-a-call": Fault("is killed while the others call the layer again", "dies"),
-    "dies-in-backward": Fault("is killed while the others run backward", "dies_in_backward"),
-    "store-dies": Fault("is killed, and with it the store of the group", "dies", OF_STORE),
-    "stalls": Fault("sleeps while the others call the layer again", "stalls"),
-    "is-stopped": Fault("is stopped (SIGSTOP) while the others call the layer again", "is_stopped"),
-    "store-is-stopped": Fault("is stopped, and with it the store of the group", "is_stopped", OF_STORE),
-    "raises": Fault("raises in its plugin's second call", "raises"),
-    "raises-torchrun": Fault("raises in its plugin's second call, under torchrun", "raises", torchrun=True),
-    "bad-input": Fault("has an input of another width", "bad_input"),
-    "other-version": Fault("has another version of this package", "other_version"),
-    "other-plan": Fault("has other chunks", settings={"A2A_FFN_CHUNKS": "1"}),
-    "other-dtype": Fault("has weights and inputs of another dtype", "other_dtype"),
-    "other-shape": Fault("has another batch size in the first call", "other_shape"),
-    "other-shape-later": Fault("has another batch size, new to it, in the second call", "other_shape_later"),
-    "other-shape-known": Fault("has another batch size, known to all, in a later call", "other_shape_known"),
-    "other-shape-checked": Fault(
-        "the same with TORCH_DISTRIBUTED_DEBUG=DETAIL", "other_shape_known", everywhere={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
-    ),
-    "compiler-fails": Fault("cannot compile", "compiler_fails"),
-    "peers-stalls": Fault("sleeps while the others exchange through its memory", "stalls", everywhere=PEERS, device="cuda"),
-    "peers-dies": Fault("is killed while the others exchange through its memory", "dies", everywhere=PEERS, device="cuda"),
-}  # fmt: skip
-HEALTHY = Fault("nothing goes wrong")
-AGAIN = Fault("nothing goes wrong", "exchanges")
 
 
 def main() -> int:
@@ -108,8 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default="cpu", help="(default: %(default)s)")
-    add("--ranks", type=int, default=3, help="processes, on CPU; on GPUs one for each, of 2 to 6 (default: %(default)s)")
-    add("--timeout", type=float, default=6.0, help="seconds of the process group (default: %(default)s)")
+    add("--ranks", type=int, default=3, help="on CPU; on GPUs one for each, 2, 3, 4 or 6 (default: %(default)s)")
+    add("--timeout", type=float, default=20.0, help="seconds of the process group (default: %(default)s)")
     add("--only", metavar="NAMES", help=f"of {', '.join(FAULTS)}")
     add("--json", metavar="FILE", help="write the record here")
     add("--rank-of", metavar="NAME", help=argparse.SUPPRESS)
@@ -137,7 +89,8 @@ class _Table:
         again, _ = self.run(f"{name}-again", AGAIN)
         rerun = {"ok": all(rank["status"] == 0 for rank in again), "seconds": round(time.monotonic() - begin, 1)}
         problems = [f"{kind} left over: {found}" for kind, found in left.items() if found]
-        problems += [f"rank {rank} did not end" for rank in hung] + ([] if rerun["ok"] else ["the run afterwards failed"])
+        problems += [f"rank {rank} did not end" for rank in hung]
+        problems += [] if rerun["ok"] else ["the run afterwards failed"]
         at_fault = fault.who % self.ranks
         row = {"name": name, "fault": f"rank {at_fault} {fault.text}", "at_fault": at_fault, "ranks": ranks,
                "left_over": left, "rerun": rerun, "problems": problems}  # fmt: skip
@@ -154,12 +107,16 @@ class _Table:
         if fault.torchrun:
             processes = [_Launched(self._torchrun(name, folder), self._environment(name, fault, None), folder)]
         else:
-            arguments = [(fault, self.options.device, folder, rank, self._environment(name, fault, rank)) for rank in range(self.ranks)]
-            processes = [_Forked(each) for each in arguments]
+            processes = [
+                _Forked((fault, self.options.device, folder, rank, self._environment(name, fault, rank)))
+                for rank in range(self.ranks)
+            ]
         stays = {fault.who % self.ranks} if fault.step in ("stalls", "is_stopped") else set()
         ended, begin = {}, time.monotonic()
         while set(range(len(processes))) - stays - set(ended) and time.monotonic() - begin < STARTING_S:
-            ended |= {rank: time.time() for rank, each in enumerate(processes) if rank not in ended and each.status() is not None}
+            for rank, each in enumerate(processes):
+                if rank not in ended and each.status() is not None:
+                    ended[rank] = time.time()
             time.sleep(0.02)
         hung = [rank for rank in range(len(processes)) if rank not in ended]
         statuses = [each.end() for each in processes]
@@ -168,13 +125,15 @@ class _Table:
         for rank in range(self.ranks):
             process = 0 if fault.torchrun else rank
             seconds = max(0.0, ended[process] - made.stat().st_mtime) if made.exists() and process in ended else None
-            seen.append({"rank": rank, "status": statuses[process], "seconds": None if seconds is None else round(seconds, 1),
-                         "message": _last_words(folder, rank)})  # fmt: skip
+            seconds = None if seconds is None else round(seconds, 1)
+            words = _last_words(folder, rank)
+            seen.append({"rank": rank, "status": statuses[process], "seconds": seconds, "message": words})
         return seen, [rank for rank in hung if rank not in stays]
 
     def _torchrun(self, name: str, folder: Path) -> list[str]:
-        return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(self.ranks), "--master-port",
-                str(self.port), __file__, "--rank-of", name, "--folder", str(folder), "--device", self.options.device]  # fmt: skip
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(self.ranks), "--master-port"]
+        own = ["--rank-of", name, "--folder", str(folder), "--device", self.options.device]
+        return [*launcher, str(self.port), __file__, *own]
 
     def _environment(self, name: str, fault: Fault, rank: int | None) -> dict[str, str]:
         common = {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / "cache"), "A2A_FFN_KERNEL_PLUGIN": "compile_overlap",
@@ -187,7 +146,7 @@ class _Table:
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}  # fmt: skip
 
     def processes(self, name: str) -> list[str]:
-        """Command lines of processes that this run left. Inductor's compile workers notice a second later that they are alone."""
+        """Command lines of processes that this run left; Inductor's compile workers take a second to notice."""
         deadline = time.monotonic() + WORKERS_NOTICE_S
         while (left := _marked(f"{MARK}={self.port}-{name}")) and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -250,7 +209,8 @@ def _marked(mark: str) -> list[str]:
     found = []
     for place in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if f"{mark}\0".encode() in (place / "environ").read_bytes() and "\nState:\tZ" not in (place / "status").read_text():
+            marked = f"{mark}\0".encode() in (place / "environ").read_bytes()
+            if marked and "\nState:\tZ" not in (place / "status").read_text():
                 found.append((place / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:120])
     return found
 
@@ -292,7 +252,8 @@ def _last_words(folder: Path, rank: int) -> str:
 def _print(row: dict) -> None:
     print(f"{row['name']}: {row['fault']}")
     for rank in row["ranks"]:
-        print(f"  rank {rank['rank']}: status {rank['status']} after {rank['seconds']} s; {rank['message'] or 'no message'}")
+        words = rank["message"] or "no message"
+        print(f"  rank {rank['rank']}: status {rank['status']} after {rank['seconds']} s; {words}")
     again = f"the run afterwards {'worked' if row['rerun']['ok'] else 'failed'} ({row['rerun']['seconds']} s)"
     print(f"  {'; '.join(row['problems']) or 'nothing left over'}; {again}", flush=True)
 
@@ -301,168 +262,15 @@ def _write(options, rows: list[dict]) -> None:
     import torch
     from rankmixer import record
 
-    record.write(
-        {"schema": record.SCHEMA_VERSION, "kind": "faults", "environment": record.environment(torch.device(options.device)),
-         "world_size": len(rows[0]["ranks"]), "timeout_s": options.timeout, "faults": rows},
-        options.json,
-    )  # fmt: skip
-
-
-# One rank. The parent's environment says which.
-
-
-class _Rank:
-    """A rank of a run: a healthy first call unless the fault comes before it, then what the fault says."""
-
-    def __init__(self, runtime, folder: Path, faulty: bool, dtype):
-        import torch
-        from rankmixer.ffn import PerTokenFFN
-
-        torch.manual_seed(runtime.rank)
-        self.torch, self.runtime, self.folder, self.faulty = torch, runtime, folder, faulty
-        self.dtype = dtype
-        self.ffn = PerTokenFFN(TOKENS, DIM, K, dtype=dtype, device=runtime.device)
-
-    def call(self, rows: int = ROWS, width: int = DIM, dtype=None):
-        inputs = self.torch.randn(rows, TOKENS, width, device=self.runtime.device, dtype=dtype or self.dtype)
-        output = self.ffn._plugin_forward(self.ffn, inputs.requires_grad_())
-        self.runtime.synchronize()
-        return output
-
-    def made(self) -> None:
-        """The moment from which seconds are counted."""
-        (self.folder / "fault").touch()
-
-    def calls(self) -> None:
-        if self.faulty:
-            self.made()
-        self.call()
-        self.call().sum().backward()
-
-    def exchanges(self) -> None:
-        """The reference's exchanges alone, for which nothing is compiled."""
-        self.ffn(self.torch.randn(ROWS, TOKENS, DIM, device=self.runtime.device, dtype=self.dtype))
-        self.runtime.barrier()
-
-    def dies_at_once(self) -> None:
-        if self.faulty:
-            self.made()
-            os.kill(os.getpid(), signal.SIGKILL)
-        self.call()
-
-    def _second(self, fault) -> None:
-        """A healthy call, forward and backward; then the fault on one rank and two more calls on the others."""
-        self.call().sum().backward()
-        if self.faulty:
-            time.sleep(0.5)
-            self.made()
-            fault()
-        self.call()
-        self.call().sum().backward()
-
-    def dies(self) -> None:
-        self._second(lambda: os.kill(os.getpid(), signal.SIGKILL))
-
-    def dies_in_backward(self) -> None:
-        self.call().sum().backward()
-        output = self.call()
-        if self.faulty:
-            time.sleep(0.5)
-            self.made()
-            os.kill(os.getpid(), signal.SIGKILL)
-        output.sum().backward()
-        self.runtime.synchronize()
-
-    def stalls(self) -> None:
-        self._second(lambda: time.sleep(1e6))
-
-    def is_stopped(self) -> None:
-        self._second(lambda: os.kill(os.getpid(), signal.SIGSTOP))
-
-    def raises(self) -> None:
-        def fault():
-            from compile_overlap import calls
-
-            def broken(*_):
-                raise RuntimeError("no memory of this call")
-
-            calls.known_layer = broken
-
-        self._second(fault)
-
-    def bad_input(self) -> None:
-        self._second(lambda: self.call(width=DIM + 1))
-
-    def other_version(self) -> None:
-        if self.faulty:
-            from compile_overlap import faults
-
-            usual = faults.versions()
-            faults.versions = lambda: {**usual, "compile_overlap": "0123456789ab"}
-        self.calls()
-
-    def other_dtype(self) -> None:
-        if self.faulty:
-            self.ffn.to(self.torch.float16)
-            self.dtype = self.torch.float16
-        self.calls()
-
-    def other_shape(self) -> None:
-        if self.faulty:
-            self.made()
-        self.call(ROWS + self.faulty)
-
-    def other_shape_later(self) -> None:
-        self._second(lambda: self.call(ROWS + 1))
-
-    def other_shape_known(self) -> None:
-        self.call(ROWS + 1)
-        self._second(lambda: self.call(ROWS + 1))
-
-    def compiler_fails(self) -> None:
-        if self.faulty:
-            from compile_overlap import compiler
-
-            def broken(*_, **__):
-                raise RuntimeError("no compiler here")
-
-            compiler.compile_fx = broken
-        self.calls()
-
-
-def run_rank(fault: Fault, device: str, folder: Path) -> int:
-    """Run the rank that the environment names, and leave its last words in FOLDER/RANK.txt."""
-    rank = os.environ["RANK"]
-    try:
-        _run(fault, device, folder)
-    except Exception as error:
-        (folder / f"{rank}.txt").write_text(" ".join(f"{type(error).__name__}: {error}".split())[:900])
-        raise
-    (folder / f"{rank}.txt").write_text("ended without an error")
-    sys.stdout.flush()
-    os._exit(0)  # on torch 2.6.0 gloo can hang when it is destroyed
-
-
-def _run(fault: Fault, device: str, folder: Path) -> None:
-    import torch
-    import torch.distributed as dist
-    from rankmixer.runtime import choose_device, start_runtime
-
-    torch.set_num_threads(1)
-    dist.set_debug_level_from_env()
-    runtime = start_runtime(choose_device(device))
-    faulty = runtime.rank == fault.who % runtime.world_size and fault not in (HEALTHY, AGAIN)
-    each = _Rank(runtime, folder, faulty, torch.bfloat16 if device == "cuda" else torch.float32)
-    each.ffn.load_plugin()
-    with compile_overlap_watched():
-        getattr(each, fault.step)()
-
-
-def compile_overlap_watched():
-    """`compile_overlap.watched`, where this version has it: an earlier one can be measured too."""
-    import compile_overlap
-
-    return getattr(compile_overlap, "watched", contextlib.nullcontext)()
+    content = {
+        "schema": record.SCHEMA_VERSION,
+        "kind": "faults",
+        "environment": record.environment(torch.device(options.device)),
+        "world_size": len(rows[0]["ranks"]),
+        "timeout_s": options.timeout,
+        "faults": rows,
+    }
+    record.write(content, options.json)
 
 
 if __name__ == "__main__":

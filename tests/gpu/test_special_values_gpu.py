@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from special_values import same, specials
 
 from compile_overlap import compat
-from compile_overlap.kernels import exact_gated_norm as exact
 from compile_overlap.kernels import gemm_combine, inductor_gated_norm
+from compile_overlap.kernels.exact_gated_norm import plain
+from compile_overlap.recipes import exact
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -58,7 +59,7 @@ def test_the_norm_in_inductor_s_order_is_inductor_s(biased):
     norms = [torch.randn(hidden, device="cuda").to(dtype) for _ in range(4)]
 
     def expression(z, shift, *norms):
-        return exact.plain(z, shift if biased else None, *norms, 1e-5, 1e-5)[:1]
+        return plain(z, shift if biased else None, *norms, 1e-5, 1e-5)[:1]
 
     operands = (z, shift, *norms)
     (expected,) = compat.compiled_by_inductor(expression, operands)(*operands)
