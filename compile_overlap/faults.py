@@ -23,7 +23,7 @@ import time
 import weakref
 from collections import Counter
 from pathlib import Path
-from typing import Any, Callable, Iterator, NamedTuple
+from typing import Any, Callable, Iterable, Iterator, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,8 @@ from . import compat
 GRACE_S = 10  # how long a rank whose exchange failed waits for the others' words, unless the group's timeout is shorter
 MOST_AGREED = 1024  # configurations that a group remembers to have agreed on
 MOST_CHARACTERS = 500  # of an error's text, and of a value that ranks differ in
-_SLOWEST_POLL_S = 0.05
-_OF_EXCHANGES = ("gloo", "nccl", "connection closed by peer", "cuda error", "socket")
+_SLOWEST_POLL_S, _MARGIN_S = 0.05, 1.0
+_OF_EXCHANGES = ("gloo", "pair closure", "nccl", "connection closed by peer", "cuda error", "socket")
 
 
 class RankFault(RuntimeError):
@@ -79,6 +79,17 @@ class _Board:
 
         return bounded(self.timeout_s + GRACE_S, exchange)
 
+    def part(self, name: str, ranks: Iterable[int]) -> None:
+        """Wait until these ranks have read what `name` is about: the store may be in the process of one that then ends."""
+        keys = {rank: f"{self._name}/read/{name}/{rank}" for rank in (*ranks, self.own)}
+
+        def wait():
+            self._store.set(keys[self.own], "")
+            self._await(keys, time.monotonic() + self.grace_s)
+
+        with contextlib.suppress(RuntimeError, TimeoutError):  # then the store is gone, and nobody can read
+            bounded(self.grace_s + _MARGIN_S, wait)
+
     def _proposal(self, number: int, rank: int) -> str:
         return f"{self._name}/proposals/{self.failed}/{number}/{rank}"
 
@@ -89,7 +100,7 @@ class _Board:
             self._store.set(f"{self._name}/words/{self.own}", json.dumps(word))
             self._store.set(f"{self._name}/failures/{self.failed}", "")
 
-        bounded(self.grace_s, write)
+        bounded(self.grace_s + _MARGIN_S, write)
 
     def words(self) -> dict[int, _Word]:
         """What the other ranks say about the failure that this one has just told, of those that say something in time."""
@@ -106,7 +117,7 @@ class _Board:
                     return new
                 time.sleep(_SLOWEST_POLL_S)
 
-        return bounded(2 * self.grace_s, read)
+        return bounded(self.grace_s + _MARGIN_S, read)
 
     @property
     def grace_s(self) -> float:
@@ -206,15 +217,17 @@ def agree(group: Any, what: str, configuration: dict[str, Any]) -> None:
     names = dict.fromkeys(name for each in found.values() for name in each)
     differing = [name for name in names if len({each.get(name) for each in found.values()}) > 1]
     if differing:
-        parts = "; ".join(f"{name} is {_by_value(name, found)}" for name in differing)
+        board.part(f"proposals/{board.failed}/{board.agreed}", board.others())
+        values = {name: {rank: each.get(name, "unknown") for rank, each in found.items()} for name in differing}
+        parts = "; ".join(f"{name} is {_by_value(each)}" for name, each in values.items())
         raise ValueError(f"{what}: must be the same on every rank of the group, but {parts}")
 
 
-def _by_value(name: str, found: dict[int, dict[str, str]]) -> str:
+def _by_value(values: dict[int, str]) -> str:
     """Which ranks have which value."""
     ranks: dict[str, list[int]] = {}
-    for rank, each in found.items():
-        ranks.setdefault(each.get(name, "unknown"), []).append(rank)
+    for rank, value in sorted(values.items()):
+        ranks.setdefault(value, []).append(rank)
     return ", ".join(f"{_short(value)} on {_ranks(having)}" for value, having in ranks.items())
 
 
@@ -230,7 +243,9 @@ def explained(group: Any, error: Exception, doing: str) -> Exception:
     exchanged = isinstance(error, RankFault) or _is_of_exchange(error)
     try:
         board.tell(_Word(board.failed + 1, not exchanged, doing, _short(error)))
-        fault = RankFault(_told(board, board.words(), error, doing)) if exchanged else error
+        words = board.words() if exchanged else {}
+        fault = RankFault(_told(board, words, error, doing)) if exchanged else error
+        board.part(f"words/{board.failed}", [rank for rank, word in words.items() if not word.alone])
     except (RuntimeError, TimeoutError) as lost:
         fault = RankFault(f"{doing} failed: {_short(error)}; {_store_lost(lost)}") if exchanged else error
     fault.is_told = True
@@ -262,11 +277,11 @@ def _told(board: _Board, words: dict[int, _Word], error: Exception, doing: str) 
     silent = [rank for rank in board.others() if rank not in words]
     parts = [f"rank {rank} failed in {word.doing}: {word.error}" for rank, word in words.items() if word.alone]
     if silent:
-        parts.append(f"{_ranks(silent)} died or stalled: no word for {board.grace_s:g} s after the exchange failed")
-    waited = {rank: word for rank, word in words.items() if not word.alone}
+        parts.append(f"{_ranks(silent)} died or stalled: no word within {board.grace_s:g} s")
     if not parts:
-        parts = [f"rank {rank} was in {word.doing}: {word.error}" for rank, word in waited.items()]
-        parts.insert(0, "no rank died or failed by itself, so that one came too late, or ranks made different calls")
+        places = {rank: word.doing for rank, word in words.items()} | {board.own: doing}
+        alike = len(set(places.values())) == 1
+        parts = ["every rank waited for others: one came too late" if alike else f"ranks made different calls: {_by_value(places)}"]
     return f"{'; '.join(parts)}. Rank {board.own} was in {doing}: {_short(error)}"
 
 

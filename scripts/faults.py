@@ -7,8 +7,8 @@
 
 Each fault is a run of its own: ranks as processes without a launcher (one run with torchrun), a process group with
 `--timeout` seconds, a RankMixer FFN. The last rank is at fault unless the table says otherwise; seconds count from the
-fault. Afterwards the script looks for processes of that run, for new files in /dev/shm and for locks that are held in
-the compiler's cache, and makes a run without a fault, on the same port and cache.
+fault. Afterwards the script looks for processes of that run, for the files in /dev/shm that they mapped and for locks
+that are held in the compiler's cache, and makes a run without a fault, on the same port and cache.
 
 Exit status: 1 where a rank did not end by itself, where something was left over, or where the run afterwards failed.
 """
@@ -20,6 +20,7 @@ import contextlib
 import fcntl
 import multiprocessing
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from faulty_ranks import AGAIN, DECIDED, FAULTS, HEALTHY, Fault, run_rank  # noq
 
 STARTING_S = 600  # for a whole run, compilation included
 WORKERS_NOTICE_S = 10
+LOOK_S = 0.5  # between looks at what shared memory the ranks map
 MARK = "FAULTS_RUN"
 
 
@@ -81,10 +83,9 @@ class _Table:
 
     def row(self, name: str, fault: Fault) -> dict:
         """One fault, what it left over, and a run afterwards."""
-        shared = set(os.listdir("/dev/shm"))
         ranks, hung = self.run(name, fault)
-        left = {"processes": self.processes(name), "shared_memory": _unmapped(set(os.listdir("/dev/shm")) - shared),
-                "locks": self.locks()}  # fmt: skip
+        shared = sorted(file for file in self.shared if os.path.exists(file))
+        left = {"processes": self.processes(name), "shared_memory": shared, "locks": self.locks()}
         begin = time.monotonic()
         again, _ = self.run(f"{name}-again", AGAIN)
         rerun = {"ok": all(rank["status"] == 0 for rank in again), "seconds": round(time.monotonic() - begin, 1)}
@@ -112,11 +113,15 @@ class _Table:
                 for rank in range(self.ranks)
             ]
         stays = {fault.who % self.ranks} if fault.step in ("stalls", "is_stopped") else set()
-        ended, begin = {}, time.monotonic()
+        ended, begin, looked = {}, time.monotonic(), 0.0
+        self.shared = set()
         while set(range(len(processes))) - stays - set(ended) and time.monotonic() - begin < STARTING_S:
             for rank, each in enumerate(processes):
                 if rank not in ended and each.status() is not None:
                     ended[rank] = time.time()
+            if time.monotonic() - looked > LOOK_S:
+                looked = time.monotonic()
+                self.shared |= _mapped(f"{MARK}={self.port}-{name}")
             time.sleep(0.02)
         hung = [rank for rank in range(len(processes)) if rank not in ended]
         statuses = [each.end() for each in processes]
@@ -148,7 +153,7 @@ class _Table:
     def processes(self, name: str) -> list[str]:
         """Command lines of processes that this run left; Inductor's compile workers take a second to notice."""
         deadline = time.monotonic() + WORKERS_NOTICE_S
-        while (left := _marked(f"{MARK}={self.port}-{name}")) and time.monotonic() < deadline:
+        while (left := _commands(f"{MARK}={self.port}-{name}")) and time.monotonic() < deadline:
             time.sleep(0.2)
         return left
 
@@ -204,24 +209,33 @@ def _forked(fault: Fault, device: str, folder: Path, rank: int, environment: dic
     run_rank(fault, device, folder)
 
 
-def _marked(mark: str) -> list[str]:
-    """Command lines of living processes whose environment holds a mark."""
+def _places(mark: str) -> list[Path]:
+    """The folders in /proc of living processes whose environment holds a mark."""
     found = []
     for place in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             marked = f"{mark}\0".encode() in (place / "environ").read_bytes()
             if marked and "\nState:\tZ" not in (place / "status").read_text():
-                found.append((place / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:120])
+                found.append(place)
     return found
 
 
-def _unmapped(names: set[str]) -> list[str]:
-    """Those files of /dev/shm that no living process maps: nobody will remove them."""
-    for maps in Path("/proc").glob("[0-9]*/maps"):
+def _commands(mark: str) -> list[str]:
+    """The command lines of the processes of a mark."""
+    commands = []
+    for place in _places(mark):
         with contextlib.suppress(OSError):
-            text = maps.read_text()
-            names = {name for name in names if f"/dev/shm/{name}" not in text}
-    return sorted(name for name in names if Path("/dev/shm", name).exists())
+            commands.append((place / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:120])
+    return commands
+
+
+def _mapped(mark: str) -> set[str]:
+    """The files in /dev/shm that processes of a mark map."""
+    files = set()
+    for place in _places(mark):
+        with contextlib.suppress(OSError):
+            files |= set(re.findall(r"/dev/shm/\S+", (place / "maps").read_text()))
+    return files
 
 
 def _free_port() -> int:

@@ -31,7 +31,6 @@ class Fault:
 
 DECIDED = {"A2A_FFN_RECIPE": "eager_exact", "A2A_FFN_BIAS": "add"}  # so that the first call compiles one layer only
 PEERS = {"A2A_FFN_TRANSPORT": "peers", "A2A_FFN_STRICT": "1"}
-DETAIL = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
 FAULTS = {
     "dies-at-once": Fault("is killed before its first call", "dies_at_once"),
     "dies-in-a-call": Fault("is killed while the others call the layer again", "dies"),
@@ -49,9 +48,6 @@ FAULTS = {
     "other-shape": Fault("has another batch size in the first call", "other_shape"),
     "other-shape-later": Fault("has another batch size, new to it, in the second call", "other_shape_later"),
     "other-shape-known": Fault("has another batch size, known to all, in a later call", "other_shape_known"),
-    "other-shape-checked": Fault(
-        "has that, under TORCH_DISTRIBUTED_DEBUG=DETAIL", "other_shape_known", everywhere=DETAIL
-    ),
     "compiler-fails": Fault("cannot compile", "compiler_fails"),
     "peers-stalls": Fault("sleeps while the others use its memory", "stalls", everywhere=PEERS, device="cuda"),
     "peers-dies": Fault("is killed while the others use its memory", "dies", everywhere=PEERS, device="cuda"),
@@ -194,12 +190,10 @@ def run_rank(fault: Fault, device: str, folder: Path) -> int:
 
 def _run(fault: Fault, device: str, folder: Path) -> None:
     import torch
-    import torch.distributed as dist
     from compile_overlap import watched
     from rankmixer.runtime import choose_device, start_runtime
 
     torch.set_num_threads(1)
-    dist.set_debug_level_from_env()
     runtime = start_runtime(choose_device(device))
     faulty = runtime.rank == fault.who % runtime.world_size and fault not in (HEALTHY, AGAIN)
     each = Steps(runtime, folder, faulty, torch.bfloat16 if device == "cuda" else torch.float32)

@@ -154,7 +154,7 @@ def _late(rank):
 def test_a_rank_that_does_not_come_is_named(tmp_path):
     results = _on_ranks(_late, tmp_path)
     for text in (results[0], results[2]):
-        assert re.match(r"RankFault: rank 1 died or stalled: no word .* rank 1 did not come to agree on forward_ffn", text), text
+        assert re.match(r"RankFault: rank 1 died or stalled: no word within 3 s.* rank 1 did not come to agree on forward_ffn", text), text
 
 
 def _exchange():
