@@ -10,11 +10,13 @@ from operator import index
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._dynamo.comptime import comptime
 
 import passes
+from passes import graphs
 
-from . import calls, compat, compiler, faults, notice, plan, probe, transport
+from . import calls, compat, compiler, faults, known_plans, notice, plan, probe, transport
 from .config import VARIABLES, Settings, variables
 from .group import all_ranks, group_name, overlap_alias
 from .layer import overlapped_ffn
@@ -113,19 +115,31 @@ def _decided(
     return layer, reason
 
 
+_RAN: weakref.WeakKeyDictionary[Any, dict[known_plans.Problem, Plan]] = weakref.WeakKeyDictionary()
+
+
+def plan_that_ran(group: Any, problem: known_plans.Problem) -> Plan | None:
+    """The plan in the exchanges of the layer that answers this problem on this group; None where none has been made."""
+    return _RAN.get(dist.group.WORLD if group is None else group, {}).get(problem)
+
+
+def _remember(group: Any, problem: known_plans.Problem, alias: str | None) -> None:
+    """Keep the plan that a layer's exchanges carry, read off the name that they use; a layer without any keeps none."""
+    if alias is not None:
+        _RAN.setdefault(dist.group.WORLD if group is None else group, {})[problem] = graphs.plan_of(alias)
+
+
 _DECISIONS: weakref.WeakKeyDictionary[Any, dict[Any, Decision]] = weakref.WeakKeyDictionary()
 
 
 def decide(ffn: Any, inputs: torch.Tensor, layout: Layout, settings: Settings) -> Decision:
-    """The decision for this layer and configuration; taken at its first call, the same for every batch size.
-
-    All ranks take it together, once they have agreed on the call (`agree_on_call`).
-    """
+    """The decision for this layer and configuration; taken at its first call, the same for every batch size."""
     known = _DECISIONS.setdefault(ffn, {})
     norms = type(ffn.norm_x), type(ffn.norm_gate)
     key = (layout.P, layout.T, layout.D, layout.H, inputs.dtype, inputs.device, torch.is_grad_enabled(), norms, settings)
     if key not in known:
         _refuse_capture(inputs, "the recipe is decided")
+        agree_on_call(ffn.ep_group, layout, inputs.dtype, None)
 
         def run(part, candidate):
             part_layout = Layout(layout.P, part.shape[0], layout.T, layout.D, layout.H)
@@ -146,14 +160,20 @@ def decide(ffn: Any, inputs: torch.Tensor, layout: Layout, settings: Settings) -
 
 def plan_for(ffn: Any, layout: Layout, settings: Settings, candidate: probe.Candidate = (INDUCTOR, ADD)) -> Plan:
     """The plan of this layer with this recipe and bias form (see `transport.plan_for`)."""
-    w1, training = ffn.w1, torch.is_grad_enabled()
-    return transport.plan_for(ffn.ep_group, ffn.ep_index, layout, w1.dtype, w1.device, training, *candidate, settings)
+    problem = problem_of(ffn, layout, settings, candidate)
+    return transport.plan_for(ffn.ep_group, ffn.ep_index, ffn.w1.device, problem)
+
+
+def problem_of(ffn: Any, layout: Layout, settings: Settings, candidate: probe.Candidate) -> known_plans.Problem:
+    """What a plan of this layer is made for, in the current grad mode."""
+    scale = getattr(ffn, "comm_scale", 1)
+    return known_plans.Problem(layout, ffn.w1.dtype, torch.is_grad_enabled(), *candidate, scale, settings)
 
 
 def _static(
-    ffn: Any, layout: Layout, settings: Settings, candidate: probe.Candidate, comp_only: bool
+    ffn: Any, layout: Layout, settings: Settings, candidate: probe.Candidate, comp_only: bool, chosen: Plan | None = None
 ) -> dict[str, Any]:
-    chosen = plan_for(ffn, layout, settings, candidate)
+    chosen = chosen or plan_for(ffn, layout, settings, candidate)
     exchanged = layout.P > 1 and not comp_only
     return {
         "sizes": chosen.sizes,
@@ -169,10 +189,11 @@ def _static(
 
 
 def _layer(
-    ffn: Any, inputs: torch.Tensor, layout: Layout, settings: Settings, candidate: probe.Candidate, comp_only: bool
-) -> tuple[compiler.CompiledLayer | None, tuple[torch.Tensor, ...], str | None]:
-    """(compiled layer, its tensors, None), or a reason why the group cannot compile it."""
-    static = _static(ffn, layout, settings, candidate, comp_only)
+    ffn: Any, inputs: torch.Tensor, layout: Layout, settings: Settings, candidate: probe.Candidate, comp_only: bool,
+    chosen: Plan | None = None,
+) -> tuple[compiler.CompiledLayer | None, tuple[torch.Tensor, ...], str | None]:  # fmt: skip
+    """(compiled layer, its tensors, None), or a reason why the group cannot compile it; with the plan `chosen`, or its own."""
+    static = _static(ffn, layout, settings, candidate, comp_only, chosen)
     tensors = (inputs, *parameters_of(ffn))
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     # The group belongs to the key even where nothing is exchanged: whether a rank compiles is agreed over it.
@@ -193,7 +214,11 @@ def _layer(
             lasting = not isinstance(error, compiler.NotCompiledNow)
             lasting = all_ranks(ffn.ep_group, layout.P, inputs.device, lasting)
             layer = compiler.failed(key, failure, lasting)
-    return (None, tensors, layer) if isinstance(layer, str) else (layer, tensors, None)
+    if isinstance(layer, str):
+        return None, tensors, layer
+    if chosen is None:
+        _remember(ffn.ep_group, problem_of(ffn, layout, settings, candidate), static["group"])
+    return layer, tensors, None
 
 
 def agree_on_call(
@@ -225,6 +250,7 @@ def _refuse_capture(inputs: torch.Tensor, what: str) -> None:
 def reset() -> None:
     """Forget every decision and compiled configuration; the next calls decide and compile again, on every rank."""
     _DECISIONS.clear()
+    _RAN.clear()
     faults.reset()
     calls.reset()
     compiler.reset()
@@ -244,7 +270,7 @@ def _inlined(ffn: Any, inputs: torch.Tensor, layout: Layout, reason: str | None,
     # `index`: the plan is made for one batch size, so a symbolic one becomes a constant here.
     delegated, sizes, triton, alias, bias = _at_trace_time(
         type(ffn), P, index(layout.B), layout.T, layout.D, layout.H, ffn.w1.dtype, ffn.w1.device,
-        group, P > 1 and not comp_only, torch.is_grad_enabled(), reason, ffn.ep_index,
+        group, P > 1 and not comp_only, torch.is_grad_enabled(), reason, ffn.ep_index, getattr(ffn, "comm_scale", 1),
     )  # fmt: skip
     if delegated:
         return ffn.forward(inputs, overlap="none", comp_only=comp_only)
@@ -284,6 +310,7 @@ def _at_trace_time(
     training: bool,
     reason: str | None,
     rank: int,
+    comm_scale: int,
 ) -> tuple[bool, tuple[int, ...], tuple[str, ...], str | None, str]:
     """(delegated, chunk sizes, what runs by our kernels, group alias, bias form); installs the passes and registers the alias.
 
@@ -298,11 +325,14 @@ def _at_trace_time(
         reason = "A2A_FFN_RECIPE=eager_exact inside an outer torch.compile, which rounds as Inductor does"
     layout = Layout(P, B, T, D, H)
     resolved = torch._C._distributed_c10d._resolve_process_group(group) if group else None
-    agree_on_call(resolved, layout, dtype, reason, f"the layer inside an outer torch.compile, bias form {bias}")
+    answer = f"the layer inside an outer torch.compile, bias form {bias}, comm_scale {comm_scale}"
+    agree_on_call(resolved, layout, dtype, reason, answer)
     if reason is not None:
         notice.delegate(reason, strict=settings.strict, rank=rank)
         return True, (), (), None, ""
     passes.install()
-    chosen = transport.plan_for(resolved, rank, layout, dtype, device, training, INDUCTOR, bias, settings)
+    problem = known_plans.Problem(layout, dtype, training, INDUCTOR, bias, comm_scale, settings)
+    chosen = transport.plan_for(resolved, rank, device, problem)
     alias = overlap_alias(resolved, chosen) if exchanged else None
+    _remember(resolved, problem, alias)
     return False, chosen.sizes, chosen.triton, alias, bias

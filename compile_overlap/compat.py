@@ -19,6 +19,7 @@ What reads internals that no version makes public is here too: `comptime_value`,
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import types
@@ -112,7 +113,17 @@ def is_registered(group: torch.distributed.ProcessGroup) -> bool:
 
 def environment(names: tuple[str, ...]) -> tuple[str | None, ...]:
     """These environment variables' texts, as `os.environ` holds them; past its lookup, which takes 1 us for one unset."""
-    return tuple(map(os.environ._data.get, map(os.environ.encodekey, names)))
+    return tuple(map(os.environ._data.get, _encoded(names)))
+
+
+@functools.lru_cache(maxsize=None)
+def _encoded(names: tuple[str, ...]) -> tuple[Any, ...]:
+    return tuple(map(os.environ.encodekey, names))
+
+
+def current_raw_stream() -> int:
+    """The handle of the current CUDA stream of the current device, as a driver's launch takes it."""
+    return torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
 
 
 def is_intercepted() -> bool:

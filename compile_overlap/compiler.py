@@ -3,7 +3,7 @@
 A configuration is compiled before it is run, so that the ranks can agree that all of them can: its first call is made
 with execution held back. Dynamo keeps at most eight variants of a code object and then silently runs eager code, so
 each configuration has a code object of its own. At most `MAX_LAYERS` of them are kept: then the oldest is dropped for a
-new one. The oldest, not the least used: which layer was made when is the same on every rank, which was used when is not.
+new one. Not the least used: which layer was made when is the same on every rank, which was used when is not.
 A dropped layer is freed at once, and its code with it: Dynamo, which keeps backends for good and compiled functions as
 long as the code that they belong to, may not refer to it, and is told to forget its code.
 
@@ -146,8 +146,8 @@ def drop_oldest() -> CompiledLayer | str | None:
     if len(_LAYERS) < MAX_LAYERS:
         return None
     notice.warn_once(
-        f"more than {MAX_LAYERS} configurations (shapes, strides, dtypes, grad modes): the oldest is dropped for each new "
-        "one, and compiled again when it comes back; pad or bucket the batch sizes"
+        f"more than {MAX_LAYERS} configurations (shapes, strides, dtypes, grad modes): the oldest is dropped for each "
+        "new one, and compiled again when it comes back; pad or bucket the batch sizes"
     )
     return _LAYERS.pop(next(iter(_LAYERS)))
 

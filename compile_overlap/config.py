@@ -9,12 +9,16 @@
 | `A2A_FFN_IN_FLIGHT` | a count                               | chunks dispatched beyond the one computed (default: 2) |
 | `A2A_FFN_RESERVED_SMS` | a count                            | SMs that GEMMs leave to the exchanges (default: by the link) |
 | `A2A_FFN_TRANSPORT` | `collectives`, `peers`               | NCCL, or the peers' memory where the group can (default: collectives) |
+| `A2A_FFN_RANKS_PER_HOST` | a count                       | pretend that so many consecutive ranks make a host, to try several on one (default: found) |
 | `A2A_FFN_OWN_FIRST` | `0`, `1`                              | through the peers' memory, begin with a rank's own rows (default: 0) |
 | `A2A_FFN_GEMMS`    | `cublas`, `measured`                   | or our own kernel where it is faster (default: measured) |
 | `A2A_FFN_NORM`     | `inductor`, `triton`                   | Inductor's gated norm, or our kernel where it equals it (default: triton) |
 | `A2A_FFN_COSTS`    | `us,GB/s,TFLOP/s`                      | latency, link and GEMM rate to plan with (default: measured on NCCL groups) |
 | `A2A_FFN_DISABLE_PASSES` | names, or `all`                  | passes to switch off, for ablation                     |
 | `A2A_FFN_STRICT`   | `1`                                    | an error instead of delegating, or of a wrapper that leaves the schedule |
+
+`A2A_FFN_PLANS`, a folder or `off`, is where tuned plans and measured costs are kept (`plan_store`): the first rank's alone
+counts, and ranks may have different ones.
 """
 
 from __future__ import annotations
@@ -32,11 +36,11 @@ from .recipes import BIAS_FORMS, INDUCTOR, RECIPES
 
 PEERS = "peers"
 CUBLAS = "cublas"
-PREFIX, PLUGIN = "A2A_FFN_", "A2A_FFN_KERNEL_PLUGIN"
+PREFIX, PLUGIN, PLANS = "A2A_FFN_", "A2A_FFN_KERNEL_PLUGIN", "A2A_FFN_PLANS"
 VARIABLES = (
     "A2A_FFN_CHUNKS", "A2A_FFN_RECIPE", "A2A_FFN_BIAS", "A2A_FFN_GRADIENTS", "A2A_FFN_IN_FLIGHT",
-    "A2A_FFN_RESERVED_SMS", "A2A_FFN_TRANSPORT", "A2A_FFN_OWN_FIRST", "A2A_FFN_GEMMS", "A2A_FFN_NORM", "A2A_FFN_COSTS",
-    "A2A_FFN_DISABLE_PASSES", "A2A_FFN_STRICT",
+    "A2A_FFN_RESERVED_SMS", "A2A_FFN_TRANSPORT", "A2A_FFN_RANKS_PER_HOST", "A2A_FFN_OWN_FIRST", "A2A_FFN_GEMMS",
+    "A2A_FFN_NORM", "A2A_FFN_COSTS", "A2A_FFN_DISABLE_PASSES", "A2A_FFN_STRICT",
 )  # fmt: skip
 
 
@@ -57,6 +61,7 @@ class Settings:
     in_flight: int | None = None
     reserved_sms: int | None = None
     transport: str | None = None
+    ranks_per_host: int | None = None
     own_first: bool = False
     gemms: str | None = None
     norm: str | None = None
@@ -67,9 +72,10 @@ class Settings:
     @classmethod
     def from_environment(cls) -> Settings:
         """Read and check the variables. Raises ValueError; names that mean nothing are warned of, or refused where strict."""
-        unknown = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in (*VARIABLES, PLUGIN))
+        named = (*VARIABLES, PLUGIN, PLANS)
+        unknown = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in named)
         strict = _one_of("A2A_FFN_STRICT", ("0", "1")) == "1"
-        text = f"{', '.join(unknown)}: no such setting; there are {', '.join(VARIABLES)}"
+        text = f"{', '.join(unknown)}: no such setting; there are {', '.join((*VARIABLES, PLANS))}"
         if unknown and strict:
             raise ValueError(text)
         if unknown:
@@ -84,6 +90,7 @@ class Settings:
             in_flight=_count("A2A_FFN_IN_FLIGHT", 1),
             reserved_sms=_count("A2A_FFN_RESERVED_SMS", 0),
             transport=_one_of("A2A_FFN_TRANSPORT", ("collectives", PEERS)),
+            ranks_per_host=_count("A2A_FFN_RANKS_PER_HOST", 1),
             own_first=_one_of("A2A_FFN_OWN_FIRST", ("0", "1")) == "1",
             gemms=_one_of("A2A_FFN_GEMMS", (CUBLAS, "measured")),
             norm=_one_of("A2A_FFN_NORM", (INDUCTOR, "triton")),

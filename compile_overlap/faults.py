@@ -80,7 +80,7 @@ class _Board:
         return bounded(self.timeout_s + GRACE_S, exchange)
 
     def part(self, name: str, ranks: Iterable[int]) -> None:
-        """Wait until these ranks have read what `name` is about: the store may be in the process of one that then ends."""
+        """Wait until these ranks have read what `name` is about: the process that ends then may be the store's."""
         keys = {rank: f"{self._name}/read/{name}/{rank}" for rank in (*ranks, self.own)}
 
         def wait():
@@ -103,7 +103,7 @@ class _Board:
         bounded(self.grace_s + _MARGIN_S, write)
 
     def words(self) -> dict[int, _Word]:
-        """What the other ranks say about the failure that this one has just told, of those that say something in time."""
+        """What the other ranks say about the failure that this one has just told, as far as they do in time."""
         keys = {rank: f"{self._name}/words/{rank}" for rank in self.others()}
         deadline = time.monotonic() + self.grace_s
 
@@ -136,7 +136,7 @@ class _Board:
 
 
 def bounded(seconds: float, call: Callable[[], Any]) -> Any:
-    """`call()`, or TimeoutError after `seconds`: a store whose process is frozen does not answer, and has no timeout."""
+    """`call()`, or TimeoutError after `seconds`: a store in a process that is frozen never answers."""
     outcome: list[tuple[Any, Exception | None]] = []
 
     def run():
@@ -281,7 +281,8 @@ def _told(board: _Board, words: dict[int, _Word], error: Exception, doing: str) 
     if not parts:
         places = {rank: word.doing for rank, word in words.items()} | {board.own: doing}
         alike = len(set(places.values())) == 1
-        parts = ["every rank waited for others: one came too late" if alike else f"ranks made different calls: {_by_value(places)}"]
+        different = f"ranks made different calls: {_by_value(places)}"
+        parts = ["every rank waited for the others: one came too late" if alike else different]
     return f"{'; '.join(parts)}. Rank {board.own} was in {doing}: {_short(error)}"
 
 

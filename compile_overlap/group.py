@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from typing import Any, Callable
 
 import torch
@@ -46,6 +47,29 @@ def attempt(group: Any, size: int, device: torch.device, call: Callable[[], Any]
     if all_ranks(group, size, device, failure is None):
         return value, None
     return None, failure or "another rank cannot"
+
+
+def from_first(group: Any, device: torch.device, call: Callable[[], Any]) -> Any:
+    """What `call()` returns on the group's first rank, of JSON's types, on every rank: two small broadcasts.
+
+    Raises ValueError on every rank where it raises anything.
+    """
+    answer = b""
+    if dist.get_rank(group) == 0:
+        try:
+            answer = json.dumps([True, call()]).encode()
+        except Exception as error:  # whatever it raises, the other ranks wait for an answer
+            answer = json.dumps([False, str(error) or type(error).__name__]).encode()
+    source = dist.get_global_rank(dist.group.WORLD if group is None else group, 0)
+    length = torch.tensor([len(answer)], dtype=torch.int64, device=device)
+    dist.broadcast(length, source, group=group)
+    text = torch.tensor(list(answer.ljust(int(length))), dtype=torch.uint8, device=device)
+    dist.broadcast(text, source, group=group)
+    # Nothing arrives over a group that only pretends to have other ranks (the fake backend).
+    found, value = json.loads(bytes(text.tolist())) if int(length) else (True, None)
+    if not found:
+        raise ValueError(value)
+    return value
 
 
 def all_ranks(group: Any, size: int, device: torch.device, flag: bool) -> bool:

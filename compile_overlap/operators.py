@@ -4,18 +4,23 @@ By `torch.library.Library`: the checks that `torch.library.custom_op` makes at e
 and a layer calls up to twenty operators. What these checks would find, `opcheck` finds in the tests. The operators read
 their arguments and return new tensors (`peer_take` may return its group's buffer); backward is written where they are
 called (`autograd.Function`, or compiled graphs), so none has an autograd kernel.
+
+`direct` holds the functions themselves, for generated code that calls them without the dispatcher (`passes.call_directly`).
 """
 
 from __future__ import annotations
 
+import types
 from typing import Any, Callable
 
 import torch
 
-from . import compat
+from . import compat, ranges
 
 TAGS = torch.Tag.pt2_compliant_tag, *compat.LAYOUT_TAGS
-LIBRARY = torch.library.Library("compile_overlap", "FRAGMENT")
+NAMESPACE = "compile_overlap"
+LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+direct = types.SimpleNamespace()
 
 
 def operator(kernel: Callable[..., Any]) -> torch._ops.OpOverload:
@@ -23,8 +28,16 @@ def operator(kernel: Callable[..., Any]) -> torch._ops.OpOverload:
     name = kernel.__name__
     schema = torch.library.infer_schema(kernel, mutates_args=())
     LIBRARY.define(name + schema, tags=TAGS)
-    LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    run = ranges.named(kernel)
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    setattr(direct, name, run)
     return getattr(torch.ops.compile_overlap, name).default
+
+
+def name_of(op: Any) -> str | None:
+    """The name of one of our operators in `direct`; None for any other."""
+    namespace, _, name = op.name().partition("::") if isinstance(op, torch._ops.OpOverload) else ("", "", "")
+    return name if namespace == NAMESPACE and hasattr(direct, name) else None
 
 
 def fake_of(op: torch._ops.OpOverload) -> Callable[[Callable[..., Any]], None]:

@@ -5,15 +5,16 @@ dispatch, and its results, into which their GEMMs store the rows that they combi
 
     peer_put      my tokens of a chunk, straight from [B,T,D] into each inbox [P*B,l,D]
     peer_take     waits for the rows of all peers, and returns them
-    peer_take_gemm  the first GEMM: of my own rows while the peers' travel, then of theirs
+    peer_take_gemm  the first GEMM: of my own rows while the peers' travel, then of theirs; in a group of several hosts
+                  of my host's rows while the other hosts' travel, then of theirs
     peer_rows     the rows that it waited for
     peer_gemm     the second GEMM, stored into everybody's results
     peer_finish   waits until everybody has stored; a private copy of my results
 
 Rows that nothing hides, those of a first chunk, are stored by a kernel (`kernels.store_rows`) on the stream of the
 computation, and all ranks wait for each other. Others are put by copy engines beside the computation, which keeps its
-SMs, with a signal to each owner: those of later chunks, and a first chunk's where its first GEMM begins with the rank's
-own rows (`Plan.own_first`). Rows for ranks on other hosts, and from them, travel by the group's collectives meanwhile.
+SMs, with a signal to each owner: those of later chunks, and a first chunk's where its first GEMM begins with the rows
+that are nearest (`Plan.own_first`). Rows for ranks on other hosts, and from them, travel by the group's collectives meanwhile.
 
 When a buffer may be written again, for calls of a layer one after the other on all ranks:
 
@@ -80,7 +81,7 @@ def peer_put(
         here.away.start(("in", chunk), source[:, here.away.index, first : first + length])
     if not hidden:
         store_rows(source, here.inbox_addresses, first, length, here.rank)
-        return source.new_empty(0)
+        return _nothing(source.dtype, source.device)
     batch, _, tokens, width = source.shape
     size = source.element_size()
     piece, pitch = length * width * size, P * tokens * width * size
@@ -93,7 +94,13 @@ def peer_put(
             if place is not None:
                 here.inbox_handle.put_signal(place, channel=chunk, timeout_ms=here.timeout_ms)
     here.sent.setdefault(chunk, torch.cuda.Event()).record(here.sending)
-    return source.new_empty(0)
+    return _nothing(source.dtype, source.device)
+
+
+@functools.lru_cache(maxsize=None)
+def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What an operator returns that only later ones depend on."""
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 @fake_of(peer_put)
@@ -103,12 +110,22 @@ def _(source, chunk, first, length, P, hidden, alias):
 
 def _wait(here: Room, source: torch.Tensor, chunk: int, rows: torch.Tensor, hidden: bool) -> None:
     """Until the rows of all ranks lie in my inbox, `rows` [P*B,l,D]."""
+    _wait_for_host(here, source, chunk, hidden)
+    _take_away(here, chunk, rows)
+
+
+def _wait_for_host(here: Room, source: torch.Tensor, chunk: int, hidden: bool) -> None:
+    """Until the rows of this host's ranks lie in my inbox."""
     if hidden:
         torch.cuda.current_stream(source.device).wait_event(here.sent[chunk])
         for _, place in here.others:
             here.inbox_handle.wait_signal(place, channel=chunk, timeout_ms=here.timeout_ms)
     else:
         here.inbox_handle.barrier(channel=0, timeout_ms=here.timeout_ms)
+
+
+def _take_away(here: Room, chunk: int, rows: torch.Tensor) -> None:
+    """Wait for the rows of other hosts' ranks, if there are any, and lay them into my inbox."""
     if here.away is not None:
         rows.unflatten(0, (here.size, -1)).index_copy_(0, here.away.index, here.away.wait(("in", chunk)))
 
@@ -116,8 +133,7 @@ def _wait(here: Room, source: torch.Tensor, chunk: int, rows: torch.Tensor, hidd
 def _rows(here: Room, source: torch.Tensor, first: int, length: int) -> torch.Tensor:
     """Where a chunk's rows lie in my inbox: [P*B,l,D]."""
     batch, P, _, width = source.shape
-    begin, count = P * batch * first * width, P * batch * length * width
-    return here.inbox.view(source.dtype)[begin : begin + count].view(P * batch, length, width)
+    return here.part("inbox", source.dtype, P * batch * first * width, (P * batch, length, width))
 
 
 @operator
@@ -145,7 +161,7 @@ def peer_take_gemm(
     token: torch.Tensor, source: torch.Tensor, right: torch.Tensor, chunk: int, first: int, length: int, P: int,
     triton: bool, alias: str,
 ) -> torch.Tensor:  # fmt: skip
-    """`bmm` of a chunk's rows of all ranks and `right` [l,D,N], my own rows first: [l,P*B,N]. The chunk was put hidden.
+    """`bmm` of a chunk's rows of all ranks and `right` [l,D,N], the nearest rows first: [l,P*B,N]. The chunk was put hidden.
 
     By our kernel with `triton`, else by cuBLAS.
     """
@@ -153,10 +169,16 @@ def peer_take_gemm(
     batch = source.shape[0]
     product = source.new_empty((length, P * batch, right.shape[2]))
     rows = _rows(here, source, first, length)
-    own, *rest = blocks_of(here.rank, batch, P)
-    multiply_into(product, own, source[:, here.rank, first : first + length], right, triton)
-    _wait(here, source, chunk, rows, True)
-    for block in rest:
+    near, far = parts_of(here.rank, here.domain, batch, P)
+    if here.away is None:
+        multiply_into(product, near[0], source[:, here.rank, first : first + length], right, triton)
+        _wait_for_host(here, source, chunk, True)
+    else:
+        _wait_for_host(here, source, chunk, True)
+        for block in near:
+            multiply_into(product, block, rows[block], right, triton)
+        _take_away(here, chunk, rows)
+    for block in far:
         multiply_into(product, block, rows[block], right, triton)
     return product
 
@@ -166,10 +188,20 @@ def _(token, source, right, chunk, first, length, P, triton, alias):
     return source.new_empty((length, P * source.shape[0], right.shape[2]))
 
 
-def blocks_of(rank: int, batch: int, P: int) -> list[slice]:
-    """A rank's own rows of P*B, then the rows before and after them."""
-    own = slice(rank * batch, (rank + 1) * batch)
-    return [own, *(block for block in (slice(0, own.start), slice(own.stop, P * batch)) if block.start < block.stop)]
+def parts_of(rank: int, domain: tuple[int, ...], batch: int, P: int) -> tuple[list[slice], list[slice]]:
+    """Rows of P*B that a first GEMM begins with, and the others, in as few blocks as can be.
+
+    A rank's own rows, or, in a group of several hosts, those of its host, `domain`: the link between hosts is the slow one.
+    """
+    first = domain if len(domain) < P else (rank,)
+    near, far = [], []
+    for each in range(P):
+        part = near if each in first else far
+        if part and part[-1].stop == each * batch:
+            part[-1] = slice(part[-1].start, (each + 1) * batch)
+        else:
+            part.append(slice(each * batch, (each + 1) * batch))
+    return near, far
 
 
 def multiply_into(product: torch.Tensor, block: slice, rows: torch.Tensor, right: torch.Tensor, triton: bool) -> None:
@@ -179,19 +211,19 @@ def multiply_into(product: torch.Tensor, block: slice, rows: torch.Tensor, right
 
 
 def parts_agree(
-    length: int, batch: int, P: int, rank: int, inner: int, columns: int, transposed: bool, triton: bool,
-    dtype: torch.dtype, device: torch.device,
+    length: int, batch: int, P: int, rank: int, domain: tuple[int, ...], inner: int, columns: int, transposed: bool,
+    triton: bool, dtype: torch.dtype, device: torch.device,
 ) -> bool:  # fmt: skip
     """Whether `peer_take_gemm`'s parts equal the product of all rows at once, on random operands of these shapes."""
     draw = functools.partial(torch.randn, dtype=dtype, device=device, generator=torch.Generator(device).manual_seed(0))
     rows, source = draw((P * batch, length, inner)), draw((batch, P, length, inner))
-    own, *rest = blocks_of(rank, batch, P)
+    near, far = parts_of(rank, domain, batch, P)
+    own = slice(rank * batch, (rank + 1) * batch)
     rows[own] = source[:, rank]
     right = draw((length, columns, inner)).transpose(1, 2) if transposed else draw((length, inner, columns))
     product = rows.new_empty((length, P * batch, columns))
-    multiply_into(product, own, source[:, rank], right, triton)
-    for block in rest:
-        multiply_into(product, block, rows[block], right, triton)
+    for block in (*near, *far):
+        multiply_into(product, block, source[:, rank] if block == own else rows[block], right, triton)
     return torch.equal(product, chunk_gemm_triton.product(rows.transpose(0, 1), right, triton))
 
 
@@ -229,9 +261,9 @@ def peer_gemm(
     addresses = here.result_addresses(tokens * width * left.element_size())
     gemm_combine.gemm_combine(left, right, bias, addresses, batch, P * tokens, here.rank * tokens + first, bias_form)
     if here.away is not None:
-        rows = here.outbox.view(left.dtype)[: batch * P * tokens * width].view(batch, P, tokens, width)
+        rows = here.part("outbox", left.dtype, 0, (batch, P, tokens, width))
         here.away.start(("out", first), rows[:, here.away.index, first : first + left.shape[0]])
-    return left.new_empty(0)
+    return _nothing(left.dtype, left.device)
 
 
 @fake_of(peer_gemm)
@@ -244,8 +276,7 @@ def peer_finish(stored: Sequence[torch.Tensor], batch: int, tokens: int, width: 
     """Wait until all ranks have stored all their chunks; my results [B,P,L,D], a private copy."""
     here = room(alias)
     here.results_handle.barrier(channel=0, timeout_ms=here.timeout_ms)
-    count = batch * P * tokens * width
-    results = here.results.view(stored[0].dtype)[:count].view(batch, P, tokens, width).clone()
+    results = here.part("results", stored[0].dtype, 0, (batch, P, tokens, width)).clone()
     for key in [key for key in here.away.travelling if key[0] == "out"] if here.away else ():
         rows = here.away.wait(key)
         results[:, here.away.index, key[1] : key[1] + rows.shape[2]] = rows.transpose(0, 1)

@@ -12,27 +12,21 @@ import torch
 from .config import Settings
 from .layout import Layout, require
 from .costs import Costs
-from .schedule import BACKWARD, FORWARD, Plan, Work, build
+from .machines import Gpu, Machine, machine as machine_of
+from .schedule import Plan
+from .simulate import Case, simulate
 
 DEFAULT_CHUNKS = 4
 CANDIDATE_CHUNKS = (1, 2, 4, 8)
 MIN_TOKENS = 2
 SMALLEST_END = 4096  # rows of all tokens of a chunk, below which its GEMMs fill an H200 badly
-# Epilogue and copies beside the GEMMs, and larger GEMMs than the one that is measured: 4.1 ms of computation at the
-# default workload on an H200, where the measured rate gives 3.4 ms for the GEMMs.
-COMPUTE_PER_GEMM = 1.2
-# What each chunk beyond the first costs the device: kernels' tails, GEMMs that fill it less well; and, as a share of
-# one whole exchange, ranks that wait for each other.
-CHUNK_OVERHEAD_S = {FORWARD: 2e-5, BACKWARD: 2.5e-4}
-CHUNK_OVERHEAD_OF_EXCHANGE = 0.06
-# What the host needs to launch a layer, and each chunk of it (two functional collectives): a floor for small layers.
-HOST_S = {FORWARD: 3e-4, BACKWARD: 1e-3}
-HOST_PER_CHUNK_S = {FORWARD: 2.6e-4, BACKWARD: 6e-4}
 # From this ratio of an exchange to its chunk's computation on, GEMMs leave SMs to NCCL's kernels (1.38x -> 1.52x over
 # host shared memory); over NVLink (1/16) the exchanges are short and the SMs worth more.
 RESERVING_RATIO_16THS = 4
 RESERVED_SMS = 16
 MAX_RATIO_16THS = 1024
+CPU_PER_GEMM = 1.2  # a CPU's forward computation over its GEMMs
+AS_FAST = 0.01  # predictions that lie so close are not told apart (the model's error is larger): fewer chunks win
 
 
 def border_quantum(device: str, rows: int, H: int) -> int:
@@ -68,33 +62,60 @@ def chunk_sizes(L: int, P: int, settings: Settings, quantum: int = 1) -> tuple[i
 def make_plan(
     layout: Layout, element_size: int, device: str, training: bool, settings: Settings, costs: Costs | None
 ) -> Plan:
-    """The plan of a layer: as set, or the fastest by simulation where `costs` are known, or four even chunks.
+    """The plan of a layer through collectives: the first of `ranked`."""
+    return ranked(layout, element_size, device, training, settings, costs)[0]
 
-    `training` weighs the backward too. Raises ValueError where `A2A_FFN_CHUNKS` does not fit L.
+
+def ranked(
+    layout: Layout, element_size: int, device: str, training: bool, settings: Settings, costs: Costs | None
+) -> tuple[Plan, ...]:
+    """All candidate plans of a layer through collectives, the predicted fastest first; `training` weighs the backward.
+
+    Without `costs`, and at P = 1, nothing is predicted: the only one has the chunks that are asked for, or four even
+    ones (one at P = 1). Raises ValueError where `A2A_FFN_CHUNKS` does not fit L.
     """
-    quantum = border_quantum(device, layout.rows, layout.H)
     if costs is None or layout.P == 1:
+        quantum = border_quantum(device, layout.rows, layout.H)
         plan = Plan(chunk_sizes(layout.L, layout.P, settings, quantum), disabled=settings.disabled_passes)
-        return replace(plan, ahead=settings.in_flight or plan.ahead, reserved_sms=settings.reserved_sms or 0)
-    return _fastest(layout, element_size, quantum, device, training, settings, costs)
+        return (replace(plan, ahead=settings.in_flight or plan.ahead, reserved_sms=settings.reserved_sms or 0),)
+    return ranked_on(_machine(device, costs), layout, element_size, device, training, settings)
 
 
 @functools.lru_cache(maxsize=1024)
-def _fastest(
-    layout: Layout, element_size: int, quantum: int, device: str, training: bool, settings: Settings, costs: Costs
-) -> Plan:
-    sent = layout.exchange_bytes(element_size)
-    compute = COMPUTE_PER_GEMM * 6 * layout.rows * layout.L * layout.D * layout.H / costs.flops_per_s
-    exchange = costs.latency_s + sent / costs.bytes_per_s
-    ratio = min(MAX_RATIO_16THS, max(1, round(16 * exchange / compute)))
+def ranked_on(
+    machine: Machine, layout: Layout, element_size: int, device: str, training: bool, settings: Settings
+) -> tuple[Plan, ...]:
+    """`ranked` on a known machine.
+
+    Of the plans within `AS_FAST` of the fastest, the one with the fewest chunks comes first. The unchunked plan is
+    among them unless `settings` ask for chunks.
+    """
+    unchunked = simulate(Case(machine, layout, Plan((layout.L,)), itemsize=element_size))
+    ratio = min(MAX_RATIO_16THS, max(1, round(16 * unchunked.communication / 2 / unchunked.layer)))
     plans = []
-    for sizes in _candidate_sizes(layout, settings, quantum):
+    for sizes in dict.fromkeys(_candidate_sizes(layout, settings, border_quantum(device, layout.rows, layout.H))):
         overlaps = device == "cuda" and len(sizes) > 1
         reserved = RESERVED_SMS if overlaps and ratio >= RESERVING_RATIO_16THS else 0
         reserved = reserved if settings.reserved_sms is None else settings.reserved_sms
         ahead = settings.in_flight or Plan.ahead
         plans.append(Plan(sizes, ratio, ahead, reserved_sms=reserved, disabled=settings.disabled_passes))
-    return min(plans, key=lambda plan: predicted_seconds(plan, compute, exchange, training))
+    predicted = {plan: simulate(Case(machine, layout, plan, training, element_size)).total for plan in plans}
+    best = min(predicted.values())
+
+    def order(plan: Plan) -> tuple[float, ...]:
+        as_fast = predicted[plan] <= best * (1 + AS_FAST)
+        return (0, len(plan.sizes), predicted[plan]) if as_fast else (1, predicted[plan])
+
+    return tuple(sorted(plans, key=order))
+
+
+def _machine(device: str, costs: Costs) -> Machine:
+    """An H200 with what was measured on the group, or a CPU: its GEMMs' rate, with `CPU_PER_GEMM` for the rest."""
+    machine = machine_of().with_costs(costs)
+    if device == "cuda":
+        return machine
+    cpu = Gpu("CPU", 1, costs.flops_per_s / CPU_PER_GEMM, math.inf, overhead_k=0)
+    return replace(machine, gpu=cpu, local=replace(machine.local, sm_share=0.0))
 
 
 def _candidate_sizes(layout: Layout, settings: Settings, quantum: int) -> Iterator[tuple[int, ...]]:
@@ -117,29 +138,15 @@ def _candidate_sizes(layout: Layout, settings: Settings, quantum: int) -> Iterat
 def peer_plan(layout: Layout, device: str, settings: Settings) -> Plan:
     """The plan of a layer that exchanges through the peers' memory: one chunk, unless asked otherwise.
 
-    Tiles are combined as they are done, so there is only the dispatch to hide: 0.12 ms of the default workload's on H200s,
-    under the GEMM of the rank's own rows if that is asked for. It is not the default: in the one comparison, the eager
-    forward on two H200s, two GEMMs, copies and signals cost 0.12 ms more than they hid.
+    Tiles are combined as they are done, so there is only the dispatch to hide: 0.12 ms of the default workload's on
+    H200s, under the GEMM of the rank's own rows if that is asked for. It is not the default: in the one comparison,
+    the eager forward on two H200s, two GEMMs, copies and signals cost 0.12 ms more than they hid.
     """
     quantum = border_quantum(device, layout.rows, layout.H)
     asked = settings.sizes or settings.chunks
     sizes = chunk_sizes(layout.L, layout.P, settings, quantum) if asked else (layout.L,)
     ahead, own_first = settings.in_flight or Plan.ahead, settings.own_first
     return Plan(sizes, ratio_16ths=1, ahead=ahead, peers=True, own_first=own_first, disabled=settings.disabled_passes)
-
-
-def predicted_seconds(plan: Plan, compute_s: float, exchange_s: float, training: bool) -> float:
-    """Time of a layer by simulation, with its backward where `training`.
-
-    Its forward computation alone takes `compute_s`, one of its whole exchanges `exchange_s`.
-    """
-    chunks, total = len(plan.sizes), 0.0
-    for direction, work in {FORWARD: Work(2), **({BACKWARD: Work(2, 2)} if training else {})}.items():
-        simulated = build(direction, plan, (work,) * chunks).length() * compute_s / sum(plan.sizes)
-        overhead = CHUNK_OVERHEAD_S[direction] + CHUNK_OVERHEAD_OF_EXCHANGE * exchange_s
-        host = HOST_S[direction] + chunks * HOST_PER_CHUNK_S[direction]
-        total += max(simulated + (chunks - 1) * overhead, host)
-    return total
 
 
 def exact_gradients(device: str, settings: Settings) -> bool:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import datetime
 import functools
+import math
 import os
 import socket
 import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,13 +55,18 @@ class Room:
     """A rank's share of the symmetric buffers of its domain: bytes [nbytes], an inbox and results, and the others'.
 
     `domain`: ranks of the group on this host, in the order of the handles. `away`: the others, if there are any.
+    `per_host`: how many ranks a pretended host has (`domain_of`).
     """
 
-    def __init__(self, buffers: list[torch.Tensor], handles: list[Any], group: Any, domain: tuple[int, ...]):
+    def __init__(
+        self, buffers: list[torch.Tensor], handles: list[Any], group: Any, domain: tuple[int, ...],
+        per_host: int | None = None,
+    ):  # fmt: skip
         self.inbox, self.results = buffers
         self.inbox_handle, self.results_handle = handles
         self.nbytes, device = self.inbox.numel(), self.inbox.device
         self.size, self.rank, self.domain = dist.get_world_size(group), dist.get_rank(group), domain
+        self.per_host = per_host
         self.timeout_ms = int(1000 * compat.timeout_s(group))  # of a wait for a signal
         self.inboxes = dict(zip(domain, self.inbox_handle.buffer_ptrs))
         self.inbox_addresses = self._addresses(self.inboxes)
@@ -67,6 +74,7 @@ class Room:
         self.away = Away(group, elsewhere, device) if elsewhere else None
         self.outbox = torch.empty_like(self.results, memory_format=torch.contiguous_format) if elsewhere else None
         self._result_addresses: dict[int, torch.Tensor] = {}
+        self._parts: dict[tuple, torch.Tensor] = {}
         self.sending = torch.cuda.Stream(device)
         self.sent: dict[int, torch.cuda.Event] = {}
         self.free = torch.cuda.Event()
@@ -74,6 +82,14 @@ class Room:
     def _addresses(self, by_rank: dict[int, int]) -> torch.Tensor:
         """An address for each rank of the group, on the device; 0 where there is none."""
         return torch.tensor([by_rank.get(rank, 0) for rank in range(self.size)], device=self.inbox.device)
+
+    def part(self, buffer: str, dtype: torch.dtype, begin: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """A contiguous part of `inbox`, `results` or `outbox`, that begins at element `begin`."""
+        key = buffer, dtype, begin, shape
+        if key not in self._parts:
+            flat = getattr(self, buffer).view(dtype)
+            self._parts[key] = flat[begin : begin + math.prod(shape)].view(shape)
+        return self._parts[key]
 
     @functools.cached_property
     def others(self) -> list[tuple[int, int]]:
@@ -98,7 +114,7 @@ class Room:
 
 # By name, as operators find them; a name may be given to another group later, whose rooms are its own.
 _ROOMS: dict[str, tuple[weakref.ref, list[Room]]] = {}
-_DOMAINS: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
+_DOMAINS: weakref.WeakKeyDictionary[Any, dict[int | None, tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
 def room(alias: str) -> Room:
@@ -106,23 +122,40 @@ def room(alias: str) -> Room:
     return _ROOMS[alias.split("]:", 1)[1]][1][-1]
 
 
-def domain_of(group: Any, P: int, device: torch.device) -> tuple[int, ...]:
-    """The ranks of the group that share this rank's host; found at the first call, in which all ranks take part."""
+def host() -> str:
+    """What tells this process's host from others, as NCCL does: `NCCL_HOSTID`, or the host's name and its boot.
+
+    The name alone is not enough: the hosts of a cluster may all have the one of their image.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return os.environ.get("NCCL_HOSTID") or f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+
+
+def domain_of(group: Any, P: int, device: torch.device, per_host: int | None = None) -> tuple[int, ...]:
+    """The ranks of the group that share this rank's host; found at the first call, in which all ranks take part.
+
+    `per_host` pretends that so many consecutive ranks make a host; ranks of different hosts never share one.
+    """
     group = dist.group.WORLD if group is None else group
-    if group not in _DOMAINS:
-        hosts = groups.gathered(group, P, device, socket.gethostname())
-        _DOMAINS[group] = tuple(rank for rank, host in enumerate(hosts) if host == hosts[dist.get_rank(group)])
-    return _DOMAINS[group]
+    known = _DOMAINS.setdefault(group, {})
+    if per_host not in known:
+        own = dist.get_rank(group)
+        hosts = groups.gathered(group, P, device, (host(), own // per_host if per_host else 0))
+        known[per_host] = tuple(rank for rank, each in enumerate(hosts) if each == hosts[own])
+    return known[per_host]
 
 
-def obstacle(group: Any, P: int, device: torch.device, dtype: torch.dtype) -> str | None:
+def obstacle(
+    group: Any, P: int, device: torch.device, dtype: torch.dtype, per_host: int | None = None
+) -> str | None:
     """Why this group cannot exchange through its members' memory, or None; agreed by all its ranks, which all ask."""
-    domain = domain_of(group, P, device)
-    mine = _own_obstacle(device, dtype) or ("a rank is alone on its host" if len(domain) == 1 else None)
+    domain = domain_of(group, P, device, per_host)
+    mine = own_obstacle(device, dtype) or ("a rank is alone on its host" if len(domain) == 1 else None)
     return None if groups.all_ranks(group, P, device, mine is None) else mine or "another rank cannot"
 
 
-def _own_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+def own_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+    """What keeps this rank from its peers' memory, whoever they are; no rank is asked."""
     if device.type != "cuda" or torch.version.cuda is None:
         return "no CUDA device"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -139,7 +172,7 @@ def _own_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def make_room(group: Any, P: int, nbytes: int, device: torch.device) -> str | None:
+def make_room(group: Any, P: int, nbytes: int, device: torch.device, per_host: int | None = None) -> str | None:
     """Make sure that the group has buffers of `nbytes`; all its P ranks call this alike. Returns why it cannot, or None.
 
     Sizes double, and the smaller ones are kept (a captured CUDA graph may use them): in all at most twice the largest.
@@ -150,10 +183,10 @@ def make_room(group: Any, P: int, nbytes: int, device: torch.device) -> str | No
     if owner is None or owner() is not group:
         rooms = []
         _ROOMS[group.group_name] = weakref.ref(group), rooms
-    if rooms and rooms[-1].nbytes >= nbytes:
+    if rooms and rooms[-1].nbytes >= nbytes and rooms[-1].per_host == per_host:
         return None
-    size = max(_SMALLEST, 1 << (nbytes - 1).bit_length())
-    domain = domain_of(group, P, device)
+    domain = domain_of(group, P, device, per_host)
+    size = max(_SMALLEST, 1 << (nbytes - 1).bit_length(), rooms[-1].nbytes if rooms else 0)
     local, failure = groups.attempt(group, P, device, lambda: _local_group(group, domain))
     buffers, handles = [], []
     if failure is None:
@@ -165,23 +198,24 @@ def make_room(group: Any, P: int, nbytes: int, device: torch.device) -> str | No
         handles.append(handle)
     if failure is not None:
         return f"no symmetric memory of {size} bytes: {failure}"
-    rooms.append(Room(buffers, handles, group, domain))
+    rooms.append(Room(buffers, handles, group, domain, per_host))
     return None
 
 
-_LOCAL: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_LOCAL: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
 
 
 def _local_group(group: Any, domain: tuple[int, ...]) -> Any:
     """The group of the domain's ranks: the whole group, or one made for it, over which nothing but handles travel."""
     if len(domain) == dist.get_world_size(group):
         return group
-    if group not in _LOCAL:
+    known = _LOCAL.setdefault(group, {})
+    if domain not in known:
         everyone = dist.get_process_group_ranks(group)
         members = [everyone[rank] for rank in domain]
         # By gloo: NCCL would split the communicator, in which ranks of other hosts would have to take part.
-        _LOCAL[group] = dist.new_group(members, backend="gloo", use_local_synchronization=True)
-    return _LOCAL[group]
+        known[domain] = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+    return known[domain]
 
 
 def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:

@@ -43,9 +43,9 @@ class Plan:
     `ahead`: chunks whose first exchange may be in flight or unread beyond the one that is computed: the in-flight
     budget. `backlog`: chunks whose weight gradients may be owed. `reserved_sms`: SMs that GEMMs leave to the exchanges.
     `peers`: exchanges go through the peers' memory instead of collectives. `own_first`: there, the first chunk's first
-    GEMM begins with the rank's own rows. `triton`: what runs by our kernels instead of the compiler's choice: `forward`,
-    `backward`, each chunk's first GEMM there; `norm1024x8`, the gated norm, summed in that order. `disabled`: passes that
-    are switched off.
+    GEMM begins with the rank's own rows, or its host's if there are several. `triton`: what runs by our kernels instead of
+    the compiler's choice: `forward`, `backward`, each chunk's first GEMM there; `norm1024x8`, the gated norm, summed in
+    that order. `disabled`: passes that are switched off.
     """
 
     sizes: tuple[int, ...]

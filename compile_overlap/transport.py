@@ -10,35 +10,93 @@ import torch
 import torch.distributed as dist
 
 from . import group as groups
-from . import gemms, norms, notice, peers, plan, rooms
-from .config import CUBLAS, PEERS, Settings
-from .costs import costs_of
+from . import gemms, known_plans, norms, notice, peers, plan, rooms
+from .config import CUBLAS, PEERS
+from .costs import Costs
 from .kernels import gemm_combine
-from .layout import Layout
+from .known_plans import Problem
+from .layout import Layout, require
 from .recipes import ADD, INDUCTOR
 from .schedule import BACKWARD, FORWARD, Plan
 
 
-def plan_for(
-    group: Any, rank: int, layout: Layout, dtype: torch.dtype, device: torch.device, training: bool, recipe: str,
-    bias: str, settings: Settings,
-) -> Plan:  # fmt: skip
+def plan_for(group: Any, rank: int, device: torch.device, problem: Problem) -> Plan:
     """The plan of a layer on this group, with buffers for it where it exchanges through the peers' memory.
 
-    A group's first plan measures the group, and each plan's decision is the group's: all its ranks call this together.
+    The plan that was tuned for this problem, or else the one that the settings and the group's costs give. A group's
+    first plan measures the group, and each plan's decision is the group's: all its ranks call this together. Raises
+    ValueError where `A2A_FFN_RANKS_PER_HOST` does not divide P.
     """
-    chosen = _exchanging(group, rank, layout, dtype, device, training, bias, settings)
+    layout, dtype, training, _, bias, _, settings = problem
+    hosts, P = settings.ranks_per_host, layout.P
+    require(hosts is None or P % hosts == 0, "A2A_FFN_RANKS_PER_HOST", hosts, f"a divisor of the group's ranks, P = {P}")
+    chosen = _as_tuned(group, rank, device, problem)
+    chosen = chosen or _exchanging(group, rank, layout, dtype, device, training, bias, settings)
+    return _completed(group, rank, device, problem, chosen)
+
+
+def _completed(group, rank: int, device: torch.device, problem: Problem, chosen: Plan) -> Plan:
+    """The plan with what runs by our kernels, and with its first GEMM in parts only where that changes no bit."""
+    layout, dtype, training, recipe, bias, _, settings = problem
     own = ()
     if settings.gemms != CUBLAS and not chosen.reserved_sms:  # our GEMM takes all SMs
         own += gemms.agreed(group, layout, chosen.sizes, dtype, device, training, bias)
     if recipe == INDUCTOR and settings.norm != INDUCTOR:
         own += norms.agreed(group, layout, dtype, device, training, bias)
     chosen = replace(chosen, triton=own)
-    if chosen.own_first and not _own_first_agrees(group, layout, chosen, dtype, device, training, bias):
+    if chosen.own_first and not _own_first_agrees(
+        group, layout, chosen, dtype, device, training, bias, settings.ranks_per_host
+    ):
         chosen = replace(chosen, own_first=False)
     if settings.own_first and chosen.peers and not chosen.own_first and rank == 0:
-        notice.warn_once("A2A_FFN_OWN_FIRST=1 is without effect: several hosts, or no first GEMM that equals itself in parts")
+        notice.warn_once("A2A_FFN_OWN_FIRST=1 is without effect: no first GEMM equals itself in parts")
     return chosen
+
+
+def _as_tuned(group, rank: int, device: torch.device, problem: Problem) -> Plan | None:
+    """The plan that was tuned for this problem; None where none was, or the group has no peers' memory for it now."""
+    known = known_plans.tuned_plan(group, device, problem)
+    if known is None:
+        return None
+    layout, dtype, training, _, bias, _, settings = problem
+    chosen = replace(known.value.plan, disabled=settings.disabled_passes)
+    reason = None
+    if chosen.peers:
+        reason = _obstacle(group, layout, dtype, device, training, bias, chosen.sizes, settings.ranks_per_host)
+    if reason is not None and rank == 0:
+        notice.warn_once(f"the tuned plan {chosen} is not taken: {reason}")
+    return chosen if reason is None else None
+
+
+def candidates(
+    group: Any, rank: int, device: torch.device, problem: Problem, most: int | None = None
+) -> tuple[Plan, ...]:  # fmt: skip
+    """The plans worth timing for a layer, the unchunked one first: all ranks of the group call this together.
+
+    The `most` best through collectives, by prediction (None: all), and through the peers' memory, where the settings
+    leave or ask for it and the group can, whole and in two chunks.
+    """
+    layout, dtype, training, _, bias, _, settings = problem
+    chosen = []
+    if settings.transport in (None, PEERS) and "pin-order" not in settings.disabled_passes:
+        for chunks in (1, 2):
+            by_peers = _by_peers(group, layout, dtype, device, training, replace(settings, chunks=chunks))
+            hosts = settings.ranks_per_host
+            if _obstacle(group, layout, dtype, device, training, bias, by_peers.sizes, hosts) is None:
+                chosen.append(by_peers)
+    if settings.transport != PEERS or not chosen:
+        chosen += _ranked(group, layout, dtype, device, training, settings, most)
+    chosen.sort(key=lambda each: (len(each.sizes) > 1, each.peers))
+    return tuple(dict.fromkeys(_completed(group, rank, device, problem, each) for each in chosen))
+
+
+def _ranked(group, layout, dtype, device, training, settings, most: int | None) -> list[Plan]:
+    """The best plans through collectives and the unchunked one; even chunks where nothing can be predicted."""
+    costs = _costs(group, layout, dtype, device, settings)
+    asked = (settings,) if costs is not None else (replace(settings, chunks=count) for count in plan.CANDIDATE_CHUNKS)
+    ranked = [each for one in asked for each in plan.ranked(layout, dtype.itemsize, device.type, training, one, costs)]
+    unchunked = plan.ranked(layout, dtype.itemsize, device.type, training, replace(settings, chunks=1), costs)
+    return list(dict.fromkeys((*ranked[:most], *unchunked)))
 
 
 def _exchanging(group, rank, layout, dtype, device, training, bias, settings) -> Plan:
@@ -46,7 +104,7 @@ def _exchanging(group, rank, layout, dtype, device, training, bias, settings) ->
         notice.fall_back("pin-order is switched off", strict=settings.strict, rank=rank)
     elif settings.transport == PEERS and layout.P > 1:
         chosen = _by_peers(group, layout, dtype, device, training, settings)
-        reason = _obstacle(group, layout, dtype, device, training, bias, chosen.sizes)
+        reason = _obstacle(group, layout, dtype, device, training, bias, chosen.sizes, settings.ranks_per_host)
         if reason is None:
             return chosen
         notice.fall_back(reason, strict=settings.strict, rank=rank)
@@ -55,31 +113,39 @@ def _exchanging(group, rank, layout, dtype, device, training, bias, settings) ->
 
 def _by_peers(group, layout, dtype, device, training, settings) -> Plan:
     """On one host a plan for it; where a part goes through collectives, these are what there is to hide."""
-    if len(rooms.domain_of(group, layout.P, device)) == layout.P:
+    if len(rooms.domain_of(group, layout.P, device, settings.ranks_per_host)) == layout.P:
         return plan.peer_plan(layout, device.type, settings)
     chosen = _by_collectives(group, layout, dtype, device, training, settings)
-    return replace(chosen, peers=True, reserved_sms=0)
+    return replace(chosen, peers=True, own_first=settings.own_first, reserved_sms=0)
 
 
 def _by_collectives(group, layout, dtype, device, training, settings) -> Plan:
-    costs = settings.costs or costs_of(group, layout.P, device, dtype)
+    costs = _costs(group, layout, dtype, device, settings)
     return plan.make_plan(layout, dtype.itemsize, device.type, training, settings, costs)
+
+
+def _costs(group, layout, dtype, device, settings) -> Costs | None:
+    known = None if settings.costs else known_plans.costs(group, layout.P, device, dtype)
+    return known.value.costs if known else settings.costs
 
 
 _DECIDED: weakref.WeakKeyDictionary[Any, dict[Any, str | None]] = weakref.WeakKeyDictionary()
 
 
-def _obstacle(group, layout: Layout, dtype, device, training: bool, bias: str, sizes: tuple[int, ...]) -> str | None:
+def _obstacle(
+    group, layout: Layout, dtype, device, training: bool, bias: str, sizes: tuple[int, ...], per_host: int | None
+) -> str | None:
     """Why a layer of this group goes through collectives, or None and there are buffers; decided once by all ranks."""
     decided = _DECIDED.setdefault(dist.group.WORLD if group is None else group, {})
-    key = (layout, dtype, device, training, bias, sizes)
+    key = (layout, dtype, device, training, bias, sizes, per_host)
     if key not in decided:
-        reason = rooms.obstacle(group, layout.P, device, dtype)
+        reason = rooms.obstacle(group, layout.P, device, dtype, per_host)
         if reason is None:
             shapes = _gemms(layout, training, bias, sizes)
             _, reason = groups.attempt(group, layout.P, device, lambda: _check(shapes, dtype, device))
         if reason is None:
-            reason = rooms.make_room(group, layout.P, layout.B * layout.T * layout.D * dtype.itemsize, device)
+            nbytes = layout.B * layout.T * layout.D * dtype.itemsize
+            reason = rooms.make_room(group, layout.P, nbytes, device, per_host)
         decided[key] = reason
     return decided[key]
 
@@ -100,11 +166,14 @@ def _gemms(layout: Layout, training: bool, bias: str, sizes: tuple[int, ...]) ->
             yield size, layout.rows, 2 * layout.H, layout.D, True, gemm_combine.NO_BIAS
 
 
-def _own_first_agrees(group, layout: Layout, chosen: Plan, dtype, device, training: bool, bias: str) -> bool:
-    """Whether a first GEMM in parts, each rank's own rows and the others', equals the whole one; decided once by all ranks."""
+def _own_first_agrees(
+    group, layout: Layout, chosen: Plan, dtype, device, training: bool, bias: str, per_host: int | None
+) -> bool:
+    """Whether a first GEMM in parts, the nearest rows and the others, equals the whole one; decided once by all ranks."""
     decided = _OWN_FIRST.setdefault(dist.group.WORLD if group is None else group, {})
-    key = (layout, chosen.sizes, chosen.triton, dtype, device, training, bias)
+    key = (layout, chosen.sizes, chosen.triton, dtype, device, training, bias, per_host)
     if key not in decided:
+        domain = rooms.domain_of(group, layout.P, device, per_host)
 
         def check():
             rank = dist.get_rank(group)
@@ -112,7 +181,7 @@ def _own_first_agrees(group, layout: Layout, chosen: Plan, dtype, device, traini
             directions += ((BACKWARD, layout.D, layout.H),) if training else ()
             return bool(directions) and all(
                 peers.parts_agree(
-                    size, layout.B, layout.P, rank, inner, columns, direction == BACKWARD,
+                    size, layout.B, layout.P, rank, domain, inner, columns, direction == BACKWARD,
                     direction in chosen.triton, dtype, device,
                 )
                 for direction, inner, columns in directions
@@ -132,5 +201,6 @@ def reset() -> None:
     _DECIDED.clear()
     _OWN_FIRST.clear()
     gemms.reset()
+    known_plans.reset()
     norms.reset()
     rooms.reset()

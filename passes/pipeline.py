@@ -8,7 +8,7 @@ else installed before keeps running, first.
 | ---------------------------------- | --------------------------------------------------------------------------------- |
 | `joint_custom_post_pass`           | LocalizeViews                                                                     |
 | `post_grad_custom_post_pass`       | CheckExchanges, Reorder, InPlaceGradients, ReserveSMs, LowerToPeers, ShareKernels |
-| `_pre_fusion_custom_pass`          | PinOrder                                                                          |
+| `_pre_fusion_custom_pass`          | PinOrder, CallDirectly                                                            |
 | every wrapper that Inductor writes | verify                                                                            |
 
 A layer switches passes off by name (`A2A_FFN_DISABLE_PASSES`); the names travel in its plan, so in the graph itself.
@@ -26,6 +26,7 @@ from compile_overlap.kernels import chunk_gemm
 
 from . import verify
 from .base import Chain, GraphChain, PassReport, SchedulerChain
+from .call_directly import CallDirectly
 from .check_exchanges import CheckExchanges
 from .localize_views import LocalizeViews
 from .lower_gemms import InPlaceGradients, ReserveSMs
@@ -41,7 +42,7 @@ _HOOKS: dict[str, Any] = {
         GraphChain,
         (CheckExchanges(), Reorder(), InPlaceGradients(), ReserveSMs(), LowerToPeers(), ShareKernels()),
     ),
-    "_pre_fusion_custom_pass": (SchedulerChain, (PinOrder(),)),
+    "_pre_fusion_custom_pass": (SchedulerChain, (PinOrder(), CallDirectly())),
 }
 PASS_NAMES = tuple(each.name for _, passes in _HOOKS.values() for each in passes)
 _watching = False

@@ -32,8 +32,9 @@ _KEY = "compile_overlap_order"
 _START = re.compile(r"^\s*(\w+) = torch\.ops\._c10d_functional\.all_to_all_single\.default\(.*'(compile_overlap\[[^']*)'")
 _WAIT = re.compile(r"torch\.ops\._c10d_functional\.wait_tensor\.default\((\w+)\)")
 _PEER_NODE = re.compile(r"compile_overlap\.(peer_\w+)\.default")
-_PEER = re.compile(r"torch\.ops\.compile_overlap\.(peer_\w+)\.default\(")
-_GEMM = re.compile(r"extern_kernels\.(?:bmm|baddbmm|mm|addmm|compile_overlap_chunk_bmm)\(|ops\.compile_overlap\.chunk_b")
+_OURS = r"(?:torch\.ops\.compile_overlap|compile_overlap_direct)\."
+_PEER = re.compile(_OURS + r"(peer_\w+)(?:\.default)?\(")
+_GEMM = re.compile(r"extern_kernels\.(?:bmm|baddbmm|mm|addmm|compile_overlap_chunk_bmm)\(|" + _OURS + "chunk_b")
 
 
 def expect(graph: torch.fx.Graph) -> None:

@@ -18,12 +18,14 @@ import sys
 import torch
 import torch.distributed as dist
 
-from rankmixer import plugins, record, variants
+from rankmixer import plans, plugins, record, variants
 from rankmixer.checks import CHECK_ROWS, check_shape, compare_full_batch, reason_to_skip, run_checks
 from rankmixer.cli import guarded, make_timer, pass_name, prepare, print_setup
 from rankmixer.ffn import OVERLAP_MODES
 from rankmixer.options import add_common_options, configuration
 from rankmixer.pipelines import transport_in_use
+from rankmixer.runtime import environment_rank
+from rankmixer.tuning import add_tune_option, require_tunable, tune
 
 EXCHANGES = "exchanges"
 COMP_ONLY = "comp-only:"
@@ -41,6 +43,7 @@ def build_parser():
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (default: %(default)s)")
     parser.add_argument("--own-comp-only", action="store_true",
                         help="also measure the kernel plugin's own comp-only path")
+    add_tune_option(parser)
     add_common_options(parser)
     parser.set_defaults(comp_only=False)
     return parser
@@ -74,6 +77,7 @@ def check_modes(options):
     modes = parse_modes(options.modes, options.no_compile)
     if options.rounds < 1:
         raise ValueError(f"rounds={options.rounds}: must be at least 1")
+    require_tunable(options, set(modes), environment_rank()[1])
     if options.own_comp_only and "kernel" not in modes:
         raise ValueError(f"own_comp_only=True: needs kernel among modes={options.modes!r}")
     return modes
@@ -94,6 +98,7 @@ def compare(parser, options, workload):
     """Check and measure the modes of ``options`` on one workload; returns the record. All ranks call it alike."""
     runtime, asked = workload.runtime, [variants.parse(name) for name in parse_modes(options.modes)]
     print_setup(runtime, parser, options)
+    tuning = tune(workload)
     primed = {variant.name: variants.prime(workload, variant.name, first_calls(workload, variant.name))
               for variant in asked if not variant.plain}
     failed = {name: problem for name, problem in primed.items() if problem}
@@ -111,9 +116,10 @@ def compare(parser, options, workload):
         "plugin": plugins.plugin_name() if any(variant.mode == "kernel" for variant in asked) else None,
         "transports": {mode: transport_in_use(variants.parse(mode).mode, runtime.group) for mode in others},
         "variants": {variant.name: variant.describe() for variant in asked if not variant.plain}, "failed": failed,
+        "plans": {mode: plans.plan_of(workload, mode) for mode in modes if variants.parse(mode).mode == "kernel"},
         "exchange": record.exchange_bytes(options, runtime.world_size), "checks": checks, "full_batch": full_batch,
         "peak_memory_bytes": _fullest(runtime.gather(before), measurements),
-        "measurements": measurements, "summary": summarize(measurements, modes)})
+        "measurements": measurements, "summary": summarize(measurements, modes), "tuning": tuning})
 
 
 def first_calls(workload, name):
@@ -237,6 +243,7 @@ def table(result):
     fallbacks = [mode for mode, transport in result["transports"].items()
                  if mode == "sm-free" and transport == "collective"]
     lines += [f"note: {mode} fell back to the with-sm transport here" for mode in fallbacks]
+    lines += [f"plan of {mode}: {plan}" for mode, plan in result["plans"].items() if plan is not None]
     lines.append("hidden = (T_none - T_mode) / T_exchanges, an estimate; exposed = T_mode - T_comp-only of none")
     return "\n".join(lines)
 

@@ -2,7 +2,8 @@
 
 ``--target cpu`` runs the complete block and its gradients on one rank in float32 and bfloat16 and compares them with
 an independent computation; it covers local compute only. ``--target cuda`` checks versions, GPUs and driver, and runs
-the public cases.
+the public cases. ``--target cluster``, started on every node with torchrun as the job will be, compares the ranks'
+software, sources, settings, GPUs, addresses and clocks (rankmixer/cluster.py).
 """
 
 import argparse
@@ -14,6 +15,7 @@ from importlib import metadata
 import torch
 
 import public_check
+from rankmixer import cluster
 from rankmixer.block import RankMixerBlock
 from rankmixer.checks import APPROX_LIMITS, frobenius_relative_error
 
@@ -124,11 +126,23 @@ def driver_version():
     return result.stdout.splitlines()[0].strip() if result.returncode == 0 and result.stdout else ""
 
 
-def main(arguments=None):
-    """Returns 0 when every check passes, 1 otherwise."""
+def build_parser():
+    """The preflight's command line."""
     parser = argparse.ArgumentParser(prog="preflight.py", description=__doc__)
-    parser.add_argument("--target", choices=("cpu", "cuda"), required=True)
-    target = parser.parse_args(arguments).target
+    parser.add_argument("--target", choices=("cpu", "cuda", "cluster"), required=True)
+    cluster_only = parser.add_argument_group("of a cluster's check")
+    cluster_only.add_argument("--tokens", type=int, default=64, help="the job's T (default: %(default)s)")
+    cluster_only.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s")
+    cluster_only.add_argument("--timeout", type=float, default=30, help="seconds to wait for ranks (default: %(default)s)")
+    return parser
+
+
+def main(arguments=None):
+    """Returns 0 when every check passes, 1 otherwise, 2 for a cluster's check without its launcher."""
+    options = build_parser().parse_args(arguments)
+    if options.target == "cluster":
+        return cluster.run(options)
+    target = options.target
     report = Report()
     check_versions(report, need_triton=target == "cuda")
     if target == "cpu":

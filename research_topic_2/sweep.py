@@ -1,17 +1,23 @@
-"""Compares the modes of compare.py over a list of shapes, one record a shape; ended early, it goes on where it stopped.
+"""Compares modes over lists of shapes, into one results file; ended early, it goes on where it stopped.
 
-    torchrun --standalone --nproc-per-node 2 research_topic_2/sweep.py --shapes reports/shapes/held_out_32.json \\
-        --modes none,kernel --output DIR [--no-compile] [flags of compare.py]
+    torchrun --standalone --nproc-per-node 2 research_topic_2/sweep.py --output sweep.jsonl [flags of compare.py]
 
-Every shape's modes are measured interleaved, in one process. The list is drawn and committed before it is run:
+Every shape's modes are measured interleaved, in one process; its record is one line of the file (results_file.py).
+With another ``--backward`` or ``--no-compile`` the same file gets another comparison. A file with lines of another
+configuration, version, device, commit, number of ranks or plugin, or of other environment variables (A2A_FFN_*, NCCL_*,
+...), is refused.
+
+By default all modes that this torch can run, and the shapes of reports/shapes: development, default, and 32 of the
+held-out range, drawn and committed before they are run:
 
     python research_topic_2/sweep.py --draw 32 --seed 7 --shapes reports/shapes/held_out_32.json
 
 draws from the range of the assignment: 1 <= B <= 512 (evenly by its logarithm), 16 <= T <= 64 (multiples of 8, so that
 2, 4 and 8 ranks divide them), 128 <= D <= 1280 with T dividing D, k in {2, 3, 6}.
 
-At the end ``summary.json`` and a table hold each mode's ratio to none per shape, with a 95 % confidence interval of the
-ratio of medians (2,000 bootstrap samples of the iterations' slowest ranks), and the geometric mean over the shapes.
+At the end a table holds each mode's ratio to none per shape, with a 95 % confidence interval of the ratio of medians
+(2,000 bootstrap samples of the iterations' slowest ranks), and the geometric mean over the shapes. The exit status is 1
+where a check failed: a variant's is measured all the same, a plain mode's ends the sweep.
 """
 
 import argparse
@@ -22,33 +28,52 @@ import random
 import sys
 from pathlib import Path
 
-import numpy as np
 import torch
 
+import results_file
 from compare import build_parser as comparison_parser
 from compare import check_modes, compare
-from rankmixer import plugins, record
+from rankmixer import plugins, record, variants
 from rankmixer.cli import pass_name
 from rankmixer.options import configuration, validate
 from rankmixer.runtime import choose_device, environment_rank, start_runtime, stop_runtime
 from rankmixer.workload import Workload
+from results_file import SHAPE
 
-BOOTSTRAP_SAMPLES = 2000
+MODES = ("none", "with-sm", "sm-free", "kernel", "kernel:peers")
+BUILT_IN = ("none:inductor-reorder", "kernel:inductor-reorder", "none:inductor-overlap", "kernel:inductor-overlap")
+SHAPES = tuple(str(Path(__file__).resolve().parents[1] / "reports" / "shapes" / f"{name}.json")
+               for name in ("development", "default", "held_out_32"))
 MOST_SHAPES = 1000
-SHAPE = ("batch_size", "tokens", "dim", "k")
-_OF_THE_SWEEP = ("shapes", "output", "draw", "json", "help")
+
+
+class Refused(ValueError):
+    """What the main rank's results file does not take; raised on every rank."""
 
 
 def build_parser():
-    """The comparison's flags, with a list of shapes instead of one."""
+    """The comparison's flags, with lists of shapes instead of one."""
     parser = comparison_parser()
     parser.prog, parser.description = "sweep.py", __doc__
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--shapes", required=True, help="JSON file: a list of [B, T, D, k]")
-    parser.add_argument("--output", help="folder of the records, one a shape, and of summary.json")
+    parser.add_argument("--shapes", nargs="+", metavar="FILE",
+                        help="JSON files, each a list of [B, T, D, k] (default: those of reports/shapes)")
+    parser.add_argument("--output", metavar="FILE", help="the results file, JSON lines; appended to where it exists")
     parser.add_argument("--draw", type=int, metavar="N", help="write N shapes to --shapes, drawn with --seed, and exit")
-    parser.set_defaults(warmup=5, num_tests=30)
+    parser.set_defaults(modes=None, warmup=5, num_tests=30)
     return parser
+
+
+def all_modes(no_compile):
+    """All modes and peers that can run here: without Inductor's passes in eager mode or where this torch lacks them."""
+    return ",".join([*MODES, *(name for name in BUILT_IN if not no_compile and _known(name))])
+
+
+def _known(name):
+    try:
+        return bool(variants.parse(name))
+    except ValueError:
+        return False
 
 
 def draw_shapes(count, seed):
@@ -64,38 +89,8 @@ def draw_shapes(count, seed):
     return [list(shape) for shape in shapes]
 
 
-def ratio_interval(baseline, candidate, seed=0):
-    """median(baseline) / median(candidate) and its 95 % bootstrap interval, of two lists of seconds."""
-    generator = np.random.default_rng(seed)
-
-    def medians(samples):
-        return np.median(generator.choice(np.asarray(samples), (BOOTSTRAP_SAMPLES, len(samples))), axis=1)
-
-    low, high = np.percentile(medians(baseline) / medians(candidate), (2.5, 97.5))
-    return float(np.median(baseline) / np.median(candidate)), float(low), float(high)
-
-
-def summarize(records):
-    """{mode: {"shapes": [{"shape", "ratio", "low", "high", "equal"}], "geometric_mean", "worst"}} over shapes' records."""
-    modes = dict.fromkeys(name for each in records for name in each["summary"] if name != "none")
-    result = {}
-    for mode in modes:
-        rows = []
-        for each in (each for each in records if mode in each["summary"]):
-            slowest = {name: [max(column) for column in zip(*each["measurements"][name]["samples_s"])]
-                       for name in ("none", mode)}
-            ratio, low, high = ratio_interval(slowest["none"], slowest[mode])
-            shape = [each["configuration"][name]["value"] for name in SHAPE]
-            equal = each["full_batch"].get(mode, {}).get("equal")
-            rows.append({"shape": shape, "ratio": ratio, "low": low, "high": high, "equal": equal})
-        logarithms = [math.log(row["ratio"]) for row in rows]
-        result[mode] = {"shapes": rows, "geometric_mean": math.exp(sum(logarithms) / len(rows)),
-                        "worst": min(row["ratio"] for row in rows)}
-    return result
-
-
 def table(summary):
-    """The summary as text."""
+    """The summary of a comparison as text."""
     lines = []
     for mode, values in summary.items():
         lines.append(f"\n{mode}: T_none / T_mode, 95 % interval, output of the full batch")
@@ -126,71 +121,112 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     try:
         if options.draw is not None:
-            shapes = draw_shapes(options.draw, options.seed)
-            Path(options.shapes).parent.mkdir(parents=True, exist_ok=True)
-            Path(options.shapes).write_text(json.dumps(shapes) + "\n")
-            return 0
-        device, world_size = choose_device(options.device), environment_rank()[1]
-        shapes, modes = read_shapes(options.shapes, world_size), check_modes(options)
-        if options.output is None:
-            raise ValueError("output=None: must be a folder for the records")
-        Path(options.output).mkdir(parents=True, exist_ok=True)
-        known = {shape: _earlier(parser, options, shape) for shape in map(tuple, shapes)}
-        if any(name.startswith("kernel") for name in modes):
-            plugins.load_plugin()
-        for options.batch_size, options.tokens, options.dim, options.k in shapes:
-            validate(options, world_size, device)
+            return _draw(options)
+        device, shapes = _prepared(options)
     except (ValueError, ImportError, OSError) as error:
         print(f"error (rank {environment_rank()[0]}): {error}", file=sys.stderr, flush=True)
         return 2
     runtime = start_runtime(device)
     try:
-        records = [_measured(parser, options, runtime, shape, known[tuple(shape)]) for shape in shapes]
-    except AssertionError as error:  # raised on every rank
-        print(f"AssertionError (rank {runtime.rank}): {error}", file=sys.stderr, flush=True)
-        stop_runtime()
-        return 1
-    if runtime.is_main:
-        summary = summarize(records)
-        print(table(summary), flush=True)
-        record.write({
-            "schema": record.SCHEMA_VERSION, "kind": "sweep", "environment": records[-1]["environment"],
-            "world_size": world_size, "pass": pass_name(options), "compiled": not options.no_compile,
-            "shapes": options.shapes, "modes": summary}, Path(options.output) / "summary.json")
-    runtime.barrier()
+        status = _run(parser, options, runtime, shapes)
+    except (AssertionError, Refused) as error:  # raised on every rank
+        print(f"{type(error).__name__} (rank {runtime.rank}): {error}", file=sys.stderr, flush=True)
+        status = 1 if isinstance(error, AssertionError) else 2
     stop_runtime()
+    return status
+
+
+def _draw(options):
+    if not options.shapes or len(options.shapes) != 1:
+        raise ValueError(f"shapes={options.shapes}: must be the one file that --draw writes")
+    path = Path(options.shapes[0])
+    shapes = draw_shapes(options.draw, options.seed)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(shapes) + "\n")
     return 0
 
 
-def _path(options, shape):
-    return Path(options.output) / f"{'x'.join(map(str, shape))}.json"
+def _prepared(options):
+    """(device, shapes); every value is checked, and the plugin loaded where a mode needs it."""
+    device, world_size = choose_device(options.device), environment_rank()[1]
+    files = options.shapes or SHAPES
+    shapes = list(dict.fromkeys(tuple(shape) for path in files for shape in read_shapes(path, world_size)))
+    options.modes = options.modes or all_modes(options.no_compile)
+    modes = check_modes(options)
+    if options.output is None:
+        raise ValueError("output=None: must be the results file")
+    if any(name.startswith("kernel") for name in modes):
+        plugins.load_plugin()
+    for shape in shapes:
+        _set_shape(options, shape)
+        validate(options, world_size, device)
+    return device, shapes
 
 
-def _earlier(parser, options, shape):
-    """The record of a shape in the output folder, or None. Raises ValueError where it is of another configuration."""
-    path = _path(options, shape)
-    if not path.exists():
-        return None
-    earlier = record.read(path)
-    asked = configuration(parser, options)
-    known = earlier["configuration"]
-    other = [f"{name}={known.get(name, {}).get('value')!r}" for name in asked
-             if name not in (*SHAPE, *_OF_THE_SWEEP) and known.get(name, {}).get("value") != asked[name]["value"]]
-    if other:
-        raise ValueError(f"output={options.output!r}: {path.name} is of another configuration ({', '.join(other)})")
-    return earlier
+def _run(parser, options, runtime, shapes):
+    """Measure what the file lacks, and print the comparison; returns the exit status. Raises `Refused`."""
+    expected = _identity(parser, options, runtime)
+    done = _agreed(runtime, lambda: _shapes_in(options.output, expected))
+    missing = [shape for shape in shapes if shape not in done]
+    runtime.print(f"{len(shapes) - len(missing)} of {len(shapes)} shapes are in {options.output}")
+    for index, shape in enumerate(missing, 1):
+        runtime.print(f"\nshape {index} of {len(missing)}: {shape}")
+        _set_shape(options, shape)
+        result = {**_measured(parser, options, runtime), "variables": results_file.variables()}
+        _agreed(runtime, lambda: results_file.append(options.output, result))
+    if not runtime.is_main:
+        return 0
+    lines = _comparison_in(results_file.read(options.output), expected)
+    records = [each for each in lines if results_file.shape_of(each) in shapes]
+    print(table(results_file.summarize(records)), flush=True)
+    wrong = [f"{mode} at {results_file.shape_of(each)}: {outcome['problem']}" for each in records
+             for mode, outcome in each["checks"].items() if "problem" in outcome]
+    for text in wrong:
+        print(f"check failed: {text}", file=sys.stderr, flush=True)
+    return 1 if wrong else 0
 
 
-def _measured(parser, options, runtime, shape, earlier):
-    """The record of one shape: the main rank's earlier one, or measured now."""
-    if runtime.gather(earlier is not None)[0]:
-        return earlier
-    for name, value in zip(SHAPE, shape):
+def _identity(parser, options, runtime):
+    """What a record of this run will say of its stack and settings."""
+    kernel = any(name.startswith("kernel") for name in options.modes.split(","))
+    return {"configuration": configuration(parser, options), "environment": record.environment(runtime.device),
+            "world_size": runtime.world_size, "pass": pass_name(options), "variables": results_file.variables(),
+            "plugin": plugins.plugin_name() if kernel else None}
+
+
+def _shapes_in(path, expected):
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    lines = results_file.read(path)
+    results_file.require_same(path, lines, expected)
+    return {results_file.shape_of(line) for line in _comparison_in(lines, expected)}
+
+
+def _comparison_in(lines, expected):
+    return [line for line in lines if results_file.comparison_of(line) == results_file.comparison_of(expected)]
+
+
+def _agreed(runtime, function):
+    """The main rank's result of ``function()``, on every rank; or its error, as `Refused` on every rank."""
+    outcome = None
+    if runtime.is_main:
+        try:
+            outcome = function(), None
+        except (ValueError, OSError) as error:
+            outcome = None, str(error)
+    value, problem = runtime.gather(outcome)[0]
+    if problem is not None:
+        raise Refused(problem)
+    return value
+
+
+def _set_shape(options, shape):
+    for name, value in zip(SHAPE, shape, strict=True):
         setattr(options, name, value)
+
+
+def _measured(parser, options, runtime):
     workload = Workload(options, runtime)
     result = compare(parser, options, workload)
-    if runtime.is_main:
-        record.write(result, _path(options, shape))
     del workload
     gc.collect()
     torch.compiler.reset()

@@ -1,9 +1,8 @@
 #!/usr/bin/env python
 """Makes many calls whose shapes change and counts what they leave behind; fails where something grew beyond its bound.
 
-    python -m torch.distributed.run --standalone --nproc-per-node 2 scripts/endurance.py --device cpu \
-        --json reports/results/cpu-faults/endurance.json
-    ... scripts/endurance.py                                    # on GPUs, one for each rank
+    torchrun --standalone --nproc-per-node 2 scripts/endurance.py --device cpu --json FILE      # two gloo ranks
+    torchrun --standalone --nproc-per-node 2 scripts/endurance.py --json FILE                   # a GPU for each rank
 
 Batch sizes go round, inference and training (forward and backward) take turns. Every rank counts after the first calls,
 when each configuration has been compiled, then once in a while, and at the end: resident memory, memory allocated on the

@@ -7,9 +7,10 @@
 #   ablation  what each piece is worth: it switched off, beside the whole
 #   graphs    the same under CUDA graphs
 #   small     three small shapes, eager
-#   sweep     32 shapes, compiled and not; goes on where an earlier run with the same OUT stopped
+#   sweep     all modes over all shapes, both passes, compiled and not: one file, in which an earlier run goes on
 #   sanitizer memory errors and races of the kernels that run alone (needs compute-sanitizer)
 #   traces    what runs beside what, over both links
+#   measure   what is hidden, in times and traces, over both links, also communication-bound and compute-bound
 #   tests     tests/gpu
 #   stress    2,000 calls with other chunks, batch sizes and delays each, between buffers full of junk
 # $PYTHON (default python3) must hold torch, triton and numpy. A step is ended after $STEP_LIMIT seconds (default 400).
@@ -97,16 +98,17 @@ for part in $parts; do
       done
       ;;
     small)
-      step small_eager $sweep --shapes "$root/reports/shapes/small_3.json" --modes none,kernel,kernel:peers \
-        --no-compile --full-batch-check --output "$out/small_eager"
+      step small_eager $sweep --shapes "$root/reports/shapes/development.json" --modes none,kernel,kernel:peers \
+        --no-compile --full-batch-check --output "$out/small_eager.jsonl"
       grep -A 40 "T_none" "$out/small_eager.log"
       ;;
     sweep)
       for compile in "" --no-compile; do
-        name=sweep${compile:+_eager}
-        step "$name" $sweep --shapes "$root/reports/shapes/held_out_32.json" --modes none,kernel:peers $compile \
-          --check-correctness approx --full-batch-check --output "$out/$name"
-        grep -A 40 "T_none" "$out/$name.log"
+        for pass in "" --backward; do
+          name=sweep${compile:+_eager}${pass:+_backward}
+          step "$name" $sweep --check-correctness approx --full-batch-check $compile $pass --output "$out/sweep.jsonl"
+          grep -E "geometric mean|T_none" "$out/$name.log"
+        done
       done
       ;;
     sanitizer)
@@ -126,6 +128,19 @@ for part in $parts; do
         step "trace_shm${pass:+_backward}" env NCCL_P2P_DISABLE=1 $trace $pass --output "$out/shm"
       done
       grep -h ^rank "$out"/*/*.trace.txt
+      ;;
+    measure)
+      measure="$torchrun $root/scripts/measure.py --warmup 5 --num-tests 20 --rounds 4"
+      for pass in "" --backward; do
+        for scale in "" --comm-scale --compute-scale; do
+          options="$pass ${scale:+$scale 2}" kind=${scale:+_${scale#--}}
+          name=$kind${pass:+_backward}
+          step "measure_nvlink$name" $measure --modes none,kernel:sequential,kernel,kernel:peers $options \
+            --output "$out/measure_nvlink$kind"
+          step "measure_shm$name" env NCCL_P2P_DISABLE=1 $measure $options --output "$out/measure_shm$kind"
+          tail -n 12 "$out/measure_nvlink$name.log" "$out/measure_shm$name.log"
+        done
+      done
       ;;
     tests) step tests_gpu "$python" -m pytest -q -p no:cacheprovider "$root/tests/gpu" ;;
     stress) step stress "$python" -m pytest -q -p no:cacheprovider -m slow "$root/tests/gpu/test_peers.py" ;;

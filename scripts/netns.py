@@ -1,4 +1,6 @@
-"""Ranks in network namespaces, on one link that `tc` shapes. Needs root, `ip` and `tc`; see netns_overlap.py.
+"""Ranks, or hosts of several ranks, in network namespaces, on one link that `tc` can shape. Needs root, `ip` and `tc`.
+
+For netns_overlap.py and cross_cpu.py.
 
     rank 0: link0 --- port0 \\                         / bridge
     rank 1: link0 --- port1 -- bus | trunk0 --- trunk1    that sends every frame back
@@ -19,6 +21,7 @@ import time
 from pathlib import Path
 
 PREFIX = "a2aovl-"
+USERS = (b"netns_overlap.py", b"cross_cpu.py")
 INTERFACE = "link0"
 MTU = 9000
 # The largest receive window: what a connection can have in the link's queue.
@@ -57,13 +60,18 @@ def remove_stale():
     """Remove what a run left that was killed: its process is gone, or another program has its number."""
     for name in namespaces():
         command = Path("/proc", name.removeprefix(PREFIX).split("-")[0], "cmdline")
-        if not command.exists() or Path(sys.argv[0]).name.encode() not in command.read_bytes():
+        if not command.exists() or not any(user in command.read_bytes() for user in USERS):
             print(f"removing {name}, which an earlier run left", flush=True)
             remove_namespace(name)
 
 
+def inside(name, hostname, command):
+    """The command as it runs in a namespace, on a host of this name."""
+    return ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', hostname, *command]
+
+
 class Network:
-    """A namespace for each rank with an address on one network, and two for the link between them."""
+    """A namespace for each rank, or host, with an address on one network, and two for the link between them."""
 
     def __init__(self, ranks):
         self.names = [f"{PREFIX}{os.getpid()}-{rank}" for rank in range(ranks)]

@@ -2,7 +2,7 @@
 
 `install(folder)` puts it under `compile_overlap.rooms` and `peers`, whose code then runs as on GPUs: real addresses of other ranks'
 buffers, kernels by Triton's interpreter (`TRITON_INTERPRET=1` before Triton is imported), copies by memmove, streams that
-run everything at once.
+run everything at once. `aten_kernels()` puts ATen's GEMM, which rounds as the reference's does, in the place of ours.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Handle:
         self.buffer_ptrs = [ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in maps]
 
     def _flip(self, owner, channel, source, to, timeout_ms):
-        """Wait until the flag is not `to`, then make it `to`. Raises as the next CUDA call of a process whose kernel trapped."""
+        """Wait until the flag is not `to`, then make it `to`. Raises what the next CUDA call does after a trap."""
         at = self.nbytes + channel * MOST_RANKS + source
         begin = time.monotonic()
         while self.maps[owner][at] == to:
             if timeout_ms and time.monotonic() - begin > timeout_ms / 1000:
                 waiting = f"to rank {owner}" if to else f"from rank {source}"
-                print(f"[FATAL] rank {self.rank}: no signal {waiting} on channel {channel} after {timeout_ms} ms", flush=True)
+                print(f"[FATAL] rank {self.rank}: no signal {waiting} on channel {channel}", flush=True)
                 raise RuntimeError("CUDA error: unspecified launch failure")
             time.sleep(1e-4)
         self.maps[owner][at] = to
@@ -105,7 +105,7 @@ def install(folder) -> None:
     """For good, in this process."""
     files = _Files(folder)
     rooms.symmetric_memory.empty, rooms.symmetric_memory.rendezvous = files.empty, files.rendezvous
-    rooms._own_obstacle = lambda *_: None
+    rooms.own_obstacle = lambda *_: None
     peers._memcpy_2d = lambda: _memcpy_2d
     gemm_combine.sm_count = chunk_gemm_triton.sm_count = lambda device: 2
     gemm_combine.TensorDescriptor = None
@@ -114,3 +114,34 @@ def install(folder) -> None:
     torch.cuda.current_stream = _Now
     torch.cuda.stream = contextlib.nullcontext
     torch.cuda.is_current_stream_capturing = lambda: False
+
+
+def aten_kernels() -> None:
+    """After `install`, for good: the kernels that store to other ranks as ATen's product and memmove."""
+    peers.store_rows, gemm_combine.gemm_combine = _store_rows, _gemm_combine
+
+
+def _store(address, rows):
+    ctypes.memmove(address, rows.data_ptr(), rows.numel() * rows.element_size())
+
+
+def _store_rows(source, addresses, first, length, rank):
+    batch, P, _, width = source.shape
+    for peer, address in enumerate(addresses.tolist()):
+        rows = source[:, peer, first : first + length].contiguous()
+        begin = (P * batch * first + rank * batch * length) * width * source.element_size()
+        if address:
+            _store(address + begin, rows)
+
+
+def _gemm_combine(left, right, bias, addresses, batch, tokens, row, bias_form):
+    product = torch.bmm(left, right)
+    if bias_form == gemm_combine.ADD:
+        product = product + bias.unsqueeze(1)
+    elif bias_form == gemm_combine.BADDBMM:
+        product = torch.baddbmm(bias.unsqueeze(1).expand_as(product), left, right)
+    width, size = right.shape[2], left.element_size()
+    for peer, address in enumerate(addresses.tolist()):
+        for b in range(batch):
+            rows = product[:, peer * batch + b].contiguous()
+            _store(address + (b * tokens + row) * width * size, rows)

@@ -15,7 +15,8 @@ def sm_count(device: torch.device) -> int:
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor laid out row by row, beginning at a multiple of 16 bytes, so that several values can be read as one."""
-    tensor = tensor.contiguous()
+    if not tensor.is_contiguous():
+        return tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 

@@ -54,11 +54,11 @@ def forward(z, bias, gamma_x, beta_x, gamma_gate, beta_gate, eps_x: float, eps_g
     length, rows, twice_hidden = z.shape
     hidden = twice_hidden // 2
     out = z.new_empty((length, rows, hidden))
-    stats = [z.new_empty((length, rows, 1), dtype=torch.float32) for _ in range(4)]
+    stats = z.new_empty((4, length, rows, 1), dtype=torch.float32)
     norms = [dense(norm) for norm in (gamma_x, beta_x, gamma_gate, beta_gate)]
     run = _launch(length, rows, hidden, bias is not None, eps_x, eps_gate, z.dtype, z.device)
-    run(z, z if bias is None else dense(bias), *norms, out, *stats)
-    return (out, *stats)
+    run(z, z if bias is None else dense(bias), *norms, out, stats)
+    return out, stats
 
 
 @functools.lru_cache(maxsize=1024)
@@ -67,7 +67,7 @@ def _launch(length, rows, hidden, has_bias, eps_x, eps_gate, dtype, device) -> L
     return Launch(
         _exact_gated_norm,
         (length * rows,),
-        (rows, eps_x, eps_gate),
+        (length * rows, rows, eps_x, eps_gate),
         H=hidden,
         HAS_BIAS=has_bias,
         STEPS=steps,
@@ -79,7 +79,14 @@ def _launch(length, rows, hidden, has_bias, eps_x, eps_gate, dtype, device) -> L
 
 def by_aten(z, bias, gamma_x, beta_x, gamma_gate, beta_gate, eps_x: float, eps_gate: float):
     """The same by eager PyTorch's own sequence of operators."""
-    return plain(z, None if bias is None else bias.unsqueeze(1), gamma_x, beta_x, gamma_gate, beta_gate, eps_x, eps_gate)
+    shift = None if bias is None else bias.unsqueeze(1)
+    product, *stats = plain(z, shift, gamma_x, beta_x, gamma_gate, beta_gate, eps_x, eps_gate)
+    return product, torch.stack(stats)
+
+
+def unpacked(results: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The product and the packed statistics of a gated norm in the form of `plain`'s results."""
+    return (results[0], *results[1].unbind())
 
 
 def plain(z, shift, gamma_x, beta_x, gamma_gate, beta_gate, eps_x: float, eps_gate: float):
@@ -249,10 +256,8 @@ if triton is not None:
         gamma_gate,
         beta_gate,
         out_ptr,
-        mean_x_ptr,
-        rstd_x_ptr,
-        mean_gate_ptr,
-        rstd_gate_ptr,
+        stats_ptr,
+        total_rows,
         rows,
         eps_x,
         eps_gate,
@@ -287,10 +292,10 @@ if triton is not None:
             mean_gate, var_gate, _ = tl.reduce((mean_g, m2_g, count), 0, _welford_combine)
         rstd_x = libdevice.rsqrt(tl.math.div_rn(var_x, H * 1.0) + eps_x)
         rstd_gate = libdevice.rsqrt(tl.math.div_rn(var_gate, H * 1.0) + eps_gate)
-        tl.store(mean_x_ptr + row, mean_x)
-        tl.store(rstd_x_ptr + row, rstd_x)
-        tl.store(mean_gate_ptr + row, mean_gate)
-        tl.store(rstd_gate_ptr + row, rstd_gate)
+        tl.store(stats_ptr + row, mean_x)
+        tl.store(stats_ptr + total_rows + row, rstd_x)
+        tl.store(stats_ptr + 2 * total_rows + row, mean_gate)
+        tl.store(stats_ptr + 3 * total_rows + row, rstd_gate)
 
         out = (out_ptr + row * H).to(tl.pointer_type(tl.int32))
         for begin in range(0, H // 2, BLOCK // 2):

@@ -34,6 +34,8 @@ except ImportError:  # Triton before 3.4: loads by pointer
 
 NO_BIAS, ADD, BADDBMM = 0, 1, 2
 _K_BLOCK = 64
+# Products below which descriptors are not worth the 20 us in which the host makes them.
+_DESCRIBED_FROM = 1 << 32
 
 
 class Tile(NamedTuple):
@@ -74,6 +76,8 @@ def laid_out(right: torch.Tensor) -> tuple[torch.Tensor, bool]:
 
     Rows (of the transposed, where it is one) lie together, and begin at multiples of `step_of` their length.
     """
+    if right.is_contiguous():
+        return right, False
     for transposed, rows in ((False, right), (True, right.transpose(1, 2))):
         step = step_of(rows.shape[2])
         if rows.stride(2) == 1 and rows.stride(0) % step == rows.stride(1) % step == 0:
@@ -126,6 +130,7 @@ def _prepared(
     dense = strides[0] == pitch * (columns if transposed else inner)
     # Descriptors need rows aligned to 16 bytes, and matrices back to back; the kernel, whole blocks of K.
     described = TensorDescriptor is not None and aligned and pitch % 8 == 0 and inner % _K_BLOCK == 0 and dense
+    described = described and length * rows * columns * inner >= _DESCRIBED_FROM
     by_pointer = POINTER_TILES if step_of(inner) == step_of(columns) == 8 else UNALIGNED_TILES
     tile = tile_for(length, rows, columns, sms, TILES if described else by_pointer)
     tiles = length * triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
@@ -144,6 +149,7 @@ def _prepared(
         COLUMN_STEP=step_of(columns),
         num_warps=tile.warps,
         num_stages=tile.stages,
+        descriptors=2 * described,
     )
     right_block = [tile.columns, _K_BLOCK] if transposed else [_K_BLOCK, tile.columns]
     return _Prepared(launch, ([tile.rows, _K_BLOCK], right_block) if described else None)

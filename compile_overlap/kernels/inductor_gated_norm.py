@@ -21,7 +21,7 @@ import torch
 from .. import compat
 from ..operators import fake_of, operator
 from . import dense
-from .exact_gated_norm import plain
+from .exact_gated_norm import plain, unpacked
 from .launch import Launch
 
 try:
@@ -99,11 +99,6 @@ def _(z, bias, gamma_x, beta_x, gamma_gate, beta_gate, eps_x, eps_gate, rounded,
     length, rows, twice_hidden = z.shape
     stats = z.new_empty((4, length, rows, 1), dtype=torch.float32)
     return z.new_empty((length, rows, twice_hidden // 2)), stats
-
-
-def unpacked(results: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The operator's results in the form of `plain`'s."""
-    return (results[0], *results[1].unbind())
 
 
 @functools.lru_cache(maxsize=None)

@@ -124,7 +124,7 @@ def _gated_norm(z_lnf, shift, norms, eps, order, rounded):
     if order is None:
         return exact_gated_norm.plain(z_lnf, shift, *norms, *eps)
     bias = None if shift is None else shift.squeeze(1)
-    return inductor_gated_norm.unpacked(inductor_gated_norm.inductor_gated_norm(z_lnf, bias, *norms, *eps, rounded, *order))
+    return exact_gated_norm.unpacked(inductor_gated_norm.inductor_gated_norm(z_lnf, bias, *norms, *eps, rounded, *order))
 
 
 def _project(h_lnh, wout, bout):

@@ -48,10 +48,10 @@ def gated_norm_forward(
     beta_gate: torch.Tensor,
     eps_x: float,
     eps_gate: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """LN_x(U) * silu(LN_gate(G)) of (U,G) = z [l,n,2H] + bias [l,2H]; norm weights [H] in z's dtype.
 
-    Returns the product [l,n,H] and mean and reciprocal standard deviation of U and of G, each [l,n,1].
+    Returns the product [l,n,H], and the means and reciprocal standard deviations of U and of G [4,l,n,1].
     """
     call = kernel.forward if kernel.takes(z) else kernel.by_aten
     return call(z, bias, gamma_x, beta_x, gamma_gate, beta_gate, eps_x, eps_gate)
@@ -60,8 +60,7 @@ def gated_norm_forward(
 @fake_of(gated_norm_forward)
 def _(z, bias, gamma_x, beta_x, gamma_gate, beta_gate, eps_x, eps_gate):
     length, rows, twice_hidden = z.shape
-    stats = [z.new_empty((length, rows, 1), dtype=_stat_dtype(z)) for _ in range(4)]
-    return (z.new_empty((length, rows, twice_hidden // 2)), *stats)
+    return z.new_empty((length, rows, twice_hidden // 2)), z.new_empty((4, length, rows, 1), dtype=_stat_dtype(z))
 
 
 def _by_aten(grad, z, bias, weights, stats, eps, for_input, for_weights):
@@ -171,7 +170,7 @@ class _GatedProjection(Function):
     @staticmethod
     def forward(ctx, z, bias, wout, added, *rest):
         _collecting, weights, eps, own, carriers = rest[:4], rest[4:8], rest[8:10], rest[10], rest[11:]
-        h, *stats = gated_norm_forward(z, bias, *weights, *eps)
+        h, *stats = kernel.unpacked(gated_norm_forward(z, bias, *weights, *eps))
         ctx.save_for_backward(z, bias, wout, *weights, *stats)
         ctx.eps, ctx.own, ctx.exact, ctx.added = eps, own, len(carriers) > 0, added is not None
         return torch.bmm(h, wout) if added is None else torch.baddbmm(added, h, wout)

@@ -5,13 +5,14 @@ import sys
 
 from torch.distributed.elastic.multiprocessing import errors
 
-from rankmixer import backends, plugins, record
+from rankmixer import backends, plans, plugins, record
 from rankmixer.checks import check_shape, compare_full_batch, run_checks
 from rankmixer.ffn import OVERLAP_MODES
 from rankmixer.options import add_common_options, configuration, overridden_defaults, validate
 from rankmixer.pipelines import transport_in_use
 from rankmixer.runtime import choose_device, environment_rank, start_runtime, stop_runtime
 from rankmixer.timing import Timer, describe
+from rankmixer.tuning import add_tune_option, require_tunable, tune
 from rankmixer.workload import Workload
 
 _NOT_A_SETTING = ("json", "list_backends", "help")
@@ -25,6 +26,7 @@ def build_parser():
                              f"engines; kernel: the plugin named by {plugins.PLUGIN_VARIABLE} (default: %(default)s)")
     parser.add_argument("--comp-only", action="store_true", help="remove communication; recorded apart")
     parser.add_argument("--list-backends", action="store_true", help="say which GEMM backends can run here, and exit")
+    add_tune_option(parser)
     add_common_options(parser)
     return parser
 
@@ -36,7 +38,12 @@ def main(arguments=None):
     if options.list_backends:
         print(backends.describe_backends())
         return 0
-    return guarded(lambda: prepare(options, (options.overlap,)), lambda workload: _run(parser, options, workload))
+
+    def prepare_run():
+        require_tunable(options, {options.overlap}, environment_rank()[1])
+        return prepare(options, (options.overlap,))
+
+    return guarded(prepare_run, lambda workload: _run(parser, options, workload))
 
 
 @errors.record
@@ -98,6 +105,7 @@ def make_timer(options, runtime):
 def _run(parser, options, workload):
     runtime = workload.runtime
     print_setup(runtime, parser, options)
+    tuning = tune(workload)
     checks = run_checks(workload, options.overlap)
     full_batch = None
     if options.full_batch_check and options.overlap != "none" and not options.comp_only:
@@ -108,14 +116,15 @@ def _run(parser, options, workload):
     check_shape(workload, output)
     runtime.print(f"rank 0 {options.overlap}{' comp-only' if options.comp_only else ''}: {describe(timing)} "
                   f"({len(timing.samples)} samples)")
-    result = _make_record(parser, options, runtime, timing, output, checks, full_batch)
+    chosen = plans.plan_of(workload, options.overlap)
+    result = _make_record(parser, options, runtime, timing, output, checks, full_batch, tuning, chosen)
     _print_result(runtime, result)
     if options.json and runtime.is_main:
         record.write(result, options.json)
     runtime.barrier()
 
 
-def _make_record(parser, options, runtime, timing, output, checks, full_batch):
+def _make_record(parser, options, runtime, timing, output, checks, full_batch, tuning, chosen):
     samples = runtime.gather(timing.samples)
     statistics = record.slowest_rank(samples)
     median = statistics["p50_s"]
@@ -131,7 +140,8 @@ def _make_record(parser, options, runtime, timing, output, checks, full_batch):
         "tokens_per_s": record.tokens_per_second(options, runtime.world_size, median),
         "forward_tflops": record.forward_tflops(options, median),
         "exchange": record.exchange_bytes(options, runtime.world_size),
-        "checks": checks, "full_batch": full_batch, "output_shape": list(output.shape),
+        "checks": checks, "full_batch": full_batch, "output_shape": list(output.shape), "tuning": tuning,
+        "plan": chosen,
     })
 
 
@@ -141,6 +151,8 @@ def _print_result(runtime, result):
         f"{name} {slowest[key] * 1e6:.1f} us" for name, key in
         (("mean", "mean_s"), ("p50", "p50_s"), ("p90", "p90_s"), ("p99", "p99_s"))))
     rate = f", forward {result['forward_tflops']:.3g} TFLOP/s per rank" if result["forward_tflops"] else ""
+    if result["plan"] is not None:
+        runtime.print(f"plan: {result['plan']}")
     runtime.print(f"throughput: {result['tokens_per_s']:.4g} tokens/s over all ranks{rate}")
     if result["kind"] == "comp-only":
         runtime.print("comp-only: communication removed; not a layer latency")

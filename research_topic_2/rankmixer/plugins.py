@@ -29,25 +29,47 @@ def load_plugin():
         ImportError: the module cannot be imported; the message names the variable, its value and the cause.
         ValueError: the module has no callable ``forward_ffn``.
     """
-    name = plugin_name()
-    if str(PLUGIN_FOLDER) not in sys.path:
-        sys.path.insert(0, str(PLUGIN_FOLDER))
-    try:
-        module = _load_file(Path(name)) if name.endswith(".py") else importlib.import_module(name)
-    except Exception as cause:
-        raise ImportError(f"{PLUGIN_VARIABLE}={name!r} cannot be imported ({type(cause).__name__}: {cause}); allowed "
-                          f"are an importable module or the path of a .py file") from cause
-    forward = getattr(module, "forward_ffn", None)
-    if not callable(forward):
-        raise ValueError(f"{PLUGIN_VARIABLE}={name!r}: the module must define forward_ffn(ffn, inputs, *, comp_only)")
-    _loaded[:] = [module]
-    return forward
+    return _required("forward_ffn", "forward_ffn(ffn, inputs, *, comp_only)")
+
+
+def load_tune():
+    """As `load_plugin`, the plugin's ``tune(ffn, inputs, *, compiled)``, which not every plugin has."""
+    return _required("tune", "tune(ffn, inputs, *, compiled), or run without --tune")
+
+
+def load_plan_of():
+    """As `load_plugin`, the plugin's ``plan_of(ffn, inputs, *, compiled)``: the plan that ran, as text or None.
+
+    None where the plugin has no such function, as one that plans nothing.
+    """
+    return _function("plan_of")
 
 
 def watched(group):
-    """Around a run: the loaded plugin's ``watched(group)``, where it has one; errors may then name the rank at fault."""
+    """Around a run: ``watched(group)`` of a plugin that is in use, whose errors name the rank at fault, or nothing."""
     watch = getattr(_loaded[0], "watched", None) if _loaded else None
     return watch(group) if watch else contextlib.nullcontext()
+
+
+def _required(name, signature):
+    function = _function(name)
+    if function is None:
+        raise ValueError(f"{PLUGIN_VARIABLE}={plugin_name()!r}: the module must define {signature}")
+    return function
+
+
+def _function(name):
+    plugin = plugin_name()
+    if str(PLUGIN_FOLDER) not in sys.path:
+        sys.path.insert(0, str(PLUGIN_FOLDER))
+    try:
+        module = _load_file(Path(plugin)) if plugin.endswith(".py") else importlib.import_module(plugin)
+    except Exception as cause:
+        raise ImportError(f"{PLUGIN_VARIABLE}={plugin!r} cannot be imported ({type(cause).__name__}: {cause}); allowed "
+                          f"are an importable module or the path of a .py file") from cause
+    _loaded[:] = [module]
+    function = getattr(module, name, None)
+    return function if callable(function) else None
 
 
 def _load_file(path):

@@ -60,23 +60,28 @@ def test_a_plugin_that_does_not_import_is_named():
 
 
 def test_a_sweep_goes_on_where_it_stopped(tmp_path):
-    shapes, output = tmp_path / "shapes.json", tmp_path / "out"
-    flags = ["--modes", "none,kernel", "--shapes", str(shapes), "--output", str(output), "--full-batch-check",
+    shapes, more, output = tmp_path / "shapes.json", tmp_path / "more.json", tmp_path / "out" / "sweep.jsonl"
+    flags = ["--modes", "none,kernel", "--output", str(output), "--full-batch-check",
              "--no-compile", "--warmup", "1", "--num-tests", "4", "--rounds", "2", "--device", "cpu", "--no-l2-flush"]
     shapes.write_text("[[2, 16, 128, 2]]")
-    assert launch("sweep.py", *flags).returncode == 0
-    first = (output / "2x16x128x2.json").read_text()
-    shapes.write_text("[[2, 16, 128, 2], [1, 16, 160, 2]]")
-    result = launch("sweep.py", *flags)
+    more.write_text("[[2, 16, 128, 2], [1, 16, 160, 2]]")
+    assert launch("sweep.py", *flags, "--shapes", str(shapes)).returncode == 0
+    first = output.read_text()
+    assert first.count("\n") == 1
+    output.write_text(first + first[: len(first) // 2])  # as if killed while it wrote
+    both = [*flags, "--shapes", str(shapes), str(more)]
+    result = launch("sweep.py", *both)
     assert result.returncode == 0, result.stderr
-    assert "(1, 16, 160, 2)" in result.stdout and "geometric mean" in result.stdout
-    assert (output / "2x16x128x2.json").read_text() == first
-    summary = json.loads((output / "summary.json").read_text())
-    assert [row["equal"] for row in summary["modes"]["kernel"]["shapes"]] == [True, True]
-    other = launch("sweep.py", *flags, "--dtype", "fp32")
-    assert other.returncode != 0 and "2x16x128x2.json is of another configuration (dtype='bf16')" in other.stderr
+    assert "1 of 2 shapes are in" in result.stdout and "geometric mean" in result.stdout
+    lines = output.read_text().splitlines(keepends=True)
+    assert lines[0] == first and len(lines) == 2
+    assert [json.loads(line)["configuration"]["dim"]["value"] for line in lines] == [128, 160]
+    assert json.loads(lines[1])["full_batch"]["kernel"]["equal"] is True
+    other = launch("sweep.py", *both, "--dtype", "fp32")
+    assert other.returncode != 0 and "line 1 is of another configuration: dtype='bf16' there, 'fp32' now" in other.stderr
+    assert "(rank 0)" in other.stderr and "(rank 1)" in other.stderr and output.read_text() == "".join(lines)
     shapes.write_text("[[2, 15, 150, 2]]")
-    assert "T a multiple of 2" in launch("sweep.py", *flags).stderr
+    assert "T a multiple of 2" in launch("sweep.py", *both).stderr
 
 
 def test_comparison_measures_checks_and_records(tmp_path):

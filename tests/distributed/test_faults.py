@@ -43,7 +43,8 @@ def _on_ranks(job, folder, ending=range(RANKS), port=0):
 def _rank(job, rank, folder, ending, port):
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     torch.set_num_threads(1)
-    connect = functools.partial(dist.TCPStore, "127.0.0.1", world_size=RANKS, timeout=datetime.timedelta(seconds=LIMIT_S))
+    limit = datetime.timedelta(seconds=LIMIT_S)
+    connect = functools.partial(dist.TCPStore, "127.0.0.1", world_size=RANKS, timeout=limit)
     if rank == 0:
         store = connect(port=port, is_master=True, wait_for_workers=False)
         _write(folder / "port", str(store.port))
@@ -132,7 +133,8 @@ def test_ranks_that_differ_and_ranks_that_raise_are_named(tmp_path):
             ("version", "torch", "1.0", torch.__version__),
         ):
             text = found[name]
-            expected = f"must be the same on every rank of the group, but {what} is {others} on ranks 0, 2, {own} on rank 1"
+            values = f"{what} is {others} on ranks 0, 2, {own} on rank 1"
+            expected = f"must be the same on every rank of the group, but {values}"
             assert text.startswith("ValueError: ") and text.endswith(expected), text
         assert found["all alike"] == ""
         assert found["nothing is asked again"] and found["and goes on"] and found["and go on"]
@@ -140,7 +142,8 @@ def test_ranks_that_differ_and_ranks_that_raise_are_named(tmp_path):
         if rank == OTHER:
             assert text == wide
         else:
-            assert text.startswith(f"RankFault: rank 1 failed in forward_ffn(inputs (2, 6, 9), torch.float32): {wide}"), text
+            call = "forward_ffn(inputs (2, 6, 9), torch.float32)"
+            assert text.startswith(f"RankFault: rank 1 failed in {call}: {wide}"), text
         assert found["all raise"] == wide
 
 
@@ -154,7 +157,8 @@ def _late(rank):
 def test_a_rank_that_does_not_come_is_named(tmp_path):
     results = _on_ranks(_late, tmp_path)
     for text in (results[0], results[2]):
-        assert re.match(r"RankFault: rank 1 died or stalled: no word within 3 s.* rank 1 did not come to agree on forward_ffn", text), text
+        named = r"RankFault: rank 1 died or stalled: no word within 3 s.* rank 1 did not come to agree on forward_ffn"
+        assert re.match(named, text), text
 
 
 def _exchange():

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 
 from compile_overlap import compat
+from compile_overlap.kernels import sm_count
 from compile_overlap.kernels import inductor_gated_norm as kernel
 from compile_overlap.kernels.exact_gated_norm import plain
 
@@ -19,14 +21,18 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
         (8, 64, 1280, torch.bfloat16),
         (8, 256, 2560, torch.float16),
         (3, 342, 1924, torch.bfloat16),
-        (2, 100, 15360, torch.bfloat16),
+        (2, 1024, 15360, torch.bfloat16),
     ],
 )
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("training", [True, False])
+@inductor_config.patch(dynamic_scale_rblock=False)  # timings choose among blocks where it is on
 def test_an_order_is_found_and_holds(length, rows, hidden, dtype, biased, training):
+    kernel.order_of.cache_clear()
     device = torch.device("cuda", torch.cuda.current_device())
     order = kernel.order_of(length, rows, hidden, biased, training, dtype, device)
+    if order is None and length * rows >= 64 * sm_count(device):
+        pytest.skip("timings chose a configuration that sums several rows at a time")
     assert order in kernel.ORDERS
     saved = training and biased and compat.ROUNDS_SAVED_SUMS_ONLY
     shapes = ((length, rows, 2 * hidden), (length, 1, 2 * hidden), *[(hidden,)] * 4)
@@ -45,10 +51,12 @@ def test_an_order_is_found_and_holds(length, rows, hidden, dtype, biased, traini
     assert all(map(torch.equal, got, expected[: 5 if training else 1]))
 
 
-def test_no_order_where_the_kernel_does_not_run():
+def test_no_order_where_there_is_none():
     device = torch.device("cuda", torch.cuda.current_device())
     assert kernel.order_of(2, 64, 7680, True, False, torch.float32, device) is None
     assert kernel.order_of(2, 64, 1281, True, False, torch.bfloat16, device) is None
+    assert kernel.order_of(2, 64, 288, True, False, torch.bfloat16, device) is None  # a persistent reduction
+    assert kernel.order_of(2, 100, 15360, True, False, torch.bfloat16, device) is None  # a split one
 
 
 def test_opcheck():

@@ -53,6 +53,8 @@ def _layers(rank, ranks, cases, block):
 def test_equals_none(ranks, cases, block, tmp_path):
     if ranks > GPUS and not SHARING:
         pytest.skip("this torch has no symmetric memory for ranks that share a GPU")
+    if ranks > GPUS and block:
+        pytest.skip("the compiled reference's gradients are wrong over gloo with CUDA tensors")
     job = functools.partial(_layers, ranks=ranks, cases=cases, block=block)
     for results in run_on_ranks(job, ranks, tmp_path, start=start):
         for equal, inferred, lowered, worst in results:

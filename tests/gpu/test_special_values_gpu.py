@@ -1,4 +1,4 @@
-"""Infinities, NaN, denormals and extreme magnitudes through our kernels: what ATen, cuBLAS and Inductor make of them."""
+"""Infinities, NaN, denormals and extreme magnitudes through our kernels: what ATen, cuBLAS and Inductor make of it."""
 
 import pytest
 import torch
@@ -55,7 +55,8 @@ def test_the_norm_in_inductor_s_order_is_inductor_s(biased):
     device = torch.device("cuda", torch.cuda.current_device())
     order = inductor_gated_norm.order_of(length, rows, hidden, biased, False, dtype, device)
     assert order is not None
-    z, shift = _drawn(dtype, length, rows, 2 * hidden, seed=3), torch.randn((length, 1, 2 * hidden), device="cuda").to(dtype)
+    z = _drawn(dtype, length, rows, 2 * hidden, seed=3)
+    shift = torch.randn((length, 1, 2 * hidden), device="cuda").to(dtype)
     norms = [torch.randn(hidden, device="cuda").to(dtype) for _ in range(4)]
 
     def expression(z, shift, *norms):
@@ -64,5 +65,5 @@ def test_the_norm_in_inductor_s_order_is_inductor_s(biased):
     operands = (z, shift, *norms)
     (expected,) = compat.compiled_by_inductor(expression, operands)(*operands)
     bias = shift.squeeze(1) if biased else None
-    got = inductor_gated_norm.unpacked(inductor_gated_norm.inductor_gated_norm(z, bias, *norms, 1e-5, 1e-5, False, *order))
-    assert same(got[0], expected)
+    packed = inductor_gated_norm.inductor_gated_norm(z, bias, *norms, 1e-5, 1e-5, False, *order)
+    assert same(inductor_gated_norm.unpacked(packed)[0], expected)

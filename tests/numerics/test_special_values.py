@@ -17,7 +17,8 @@ from compile_overlap.layer import overlapped_ffn
 from compile_overlap.layout import parameters_of
 from compile_overlap.recipes import ADD, BADDBMM, EAGER_EXACT
 
-# Products of fewer than 16**3 multiply-adds take another CPU kernel than oneDNN's, which flushes denormals: chunks have more.
+# On CPU, products of at most 16**3 multiply-adds take another kernel than oneDNN's, which flushes denormals: every
+# chunk's products have more.
 ROWS, TOKENS, DIM, K = 3, 4, 32, 2
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PER_EXAMPLE = settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -78,7 +79,8 @@ def compiled(request):
         patch.setenv("A2A_FFN_STRICT", "1")
         torch._dynamo.reset()
         ffn = ArchiveFFN(TOKENS, DIM, K).to(request.param)
-        yield ffn, {mode: torch.compile(lambda t, mode=mode: ffn(t, overlap=mode), dynamic=False) for mode in ("none", "kernel")}
+        modes = ("none", "kernel")
+        yield ffn, {m: torch.compile(lambda t, m=m: ffn(t, overlap=m), dynamic=False) for m in modes}
 
 
 @PER_EXAMPLE
@@ -90,9 +92,11 @@ def test_inside_an_outer_compile(compiled, data, seed):
     usual = {name: value.clone() for name, value in ffn.state_dict().items()}
     put_into(ffn, data, dtype, generator)
     x, upstream = (drawn(data, dtype, (ROWS, TOKENS, DIM), generator) for _ in range(2))
-    (expected, wanted), (got, grads) = (outputs_and_gradients(modes[mode], ffn, x, upstream) for mode in ("none", "kernel"))
+    expected, wanted = outputs_and_gradients(modes["none"], ffn, x, upstream)
+    got, grads = outputs_and_gradients(modes["kernel"], ffn, x, upstream)
     ffn.load_state_dict(usual)
     assert same(got, expected)
     assert all(torch.equal(grads[name].isnan(), wanted[name].isnan()) for name in wanted)
     finite = [name for name in wanted if wanted[name].isfinite().all()]
-    assert not finite or worst_relative(*({name: each[name] for name in finite} for each in (wanted, grads))) <= GATES[dtype]
+    wanted, grads = ({name: each[name] for name in finite} for each in (wanted, grads))
+    assert not finite or worst_relative(wanted, grads) <= GATES[dtype]

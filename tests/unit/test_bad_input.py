@@ -1,4 +1,4 @@
-"""Whatever a call, a setting, a plan or a record is given: it is taken, or a ValueError says what is wrong with which value."""
+"""Whatever a call, a setting, a plan or a record is: it is taken, or a ValueError says which value is wrong."""
 
 import copy
 import json
@@ -8,6 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import results_file
 import torch
 import torch.distributed as dist
 from archive_double import ArchiveFFN
@@ -23,11 +24,12 @@ from compile_overlap.schedule import Plan
 
 RESULTS = Path(__file__).resolve().parents[2] / "reports" / "results"
 NAMES_VALUE = re.compile(r".+(=|:).+must be .+", re.DOTALL)
-PER_EXAMPLE = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+OF_A_FIXTURE = [HealthCheck.function_scoped_fixture]
+PER_EXAMPLE = settings(deadline=None, max_examples=150, suppress_health_check=OF_A_FIXTURE)
 
 
 def _refused(call):
-    """Whether `call` is refused, as it must be if it is: with a ValueError that names the argument and what is allowed."""
+    """Whether `call` is refused: with a ValueError that names the argument and what is allowed, nothing else."""
     try:
         call()
     except ValueError as error:
@@ -38,7 +40,8 @@ def _refused(call):
 
 # Calls: a tensor or a layer with one thing wrong. The reference, which would exchange, is never asked.
 
-DTYPES = [getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64", "int8", "int64", "bool", "complex64")]
+TAKEN = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (*TAKEN, torch.float64, torch.int8, torch.int64, torch.bool, torch.complex64)
 
 
 def _unasked(*_, **__):
@@ -59,20 +62,22 @@ def test_inputs(ffn, data, shape, dtype):
     if shape and data.draw(st.booleans()):
         inputs = inputs.permute(data.draw(st.permutations(range(len(shape)))))
     right = inputs.dim() == 3 and inputs.shape[0] > 0 and inputs.shape[1:] == (4, 16)
-    taken = right and dtype in (torch.bfloat16, torch.float16, torch.float32)
+    taken = right and dtype in TAKEN
     assert _refused(lambda: check_call(ffn, inputs)) == (not taken)
     if not taken:
         assert _refused(lambda: compile_overlap.forward_ffn(ffn, inputs))
 
 
-@pytest.mark.parametrize("inputs", [None, 3, "x", [[[0.0] * 16] * 4], torch.zeros(2, 4, 16).to_sparse(),
-                                    torch.zeros(2, 4, 16, device="meta")], ids=lambda value: type(value).__name__)  # fmt: skip
+NO_TENSORS = [None, 3, "x", [[[0.0] * 16] * 4], torch.zeros(2, 4, 16).to_sparse(), torch.zeros(2, 4, 16, device="meta")]
+
+
+@pytest.mark.parametrize("inputs", NO_TENSORS, ids=lambda value: type(value).__name__)
 def test_what_is_no_tensor_of_numbers(ffn, inputs):
     assert _refused(lambda: compile_overlap.forward_ffn(ffn, inputs))
 
 
 ANYTHING = st.one_of(
-    st.none(), st.booleans(), st.integers(-3, 9), st.floats(), st.text(max_size=3), st.just(float("nan")), st.lists(st.integers(), max_size=2)
+    st.none(), st.booleans(), st.integers(-3, 9), st.floats(), st.text(max_size=3), st.lists(st.integers(), max_size=2)
 )
 ATTRIBUTES = ("ep_group_size", "comm_scale", "w1", "b1", "wout", "bout", "norm_x", "norm_gate")
 
@@ -84,7 +89,8 @@ def test_layers(name, value):
     ffn.forward = _unasked
     ffn.__dict__[name] = value  # past the module's own check of parameters
     ffn._parameters.pop(name, None), ffn._modules.pop(name, None)
-    allowed = name in ("ep_group_size", "comm_scale") and type(value) is int and (value == 1 or value > 1 and name == "comm_scale")
+    counts = {"ep_group_size": (1,), "comm_scale": range(1, 10)}
+    allowed = type(value) is int and value in counts.get(name, ())
     if not allowed:
         assert _refused(lambda: compile_overlap.forward_ffn(ffn, torch.zeros(2, 4, 16)))
 
@@ -120,7 +126,8 @@ def world():
 
 @PER_EXAMPLE
 @given(group=st.sampled_from((None, "world", dist.GroupMember.NON_GROUP_MEMBER, "a name", 3)),
-       size=st.sampled_from((2, 3, 4, 8)), index=st.one_of(st.integers(-1, 4), st.none(), st.text(max_size=2)))  # fmt: skip
+       size=st.sampled_from((2, 3, 4, 8)),
+       index=st.one_of(st.integers(-1, 4), st.none(), st.text(max_size=2)))  # fmt: skip
 def test_groups(world, group, size, index):
     ffn = ArchiveFFN(2 * size, 16, 2, group=world if group == "world" else group, size=size, index=index)
     ffn.forward = _unasked
@@ -135,7 +142,7 @@ def test_groups(world, group, size, index):
 TEXT = st.one_of(
     st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=12),
     st.from_regex(r"[-+0-9eE.,x ]{0,12}", fullmatch=True),
-    st.sampled_from(["0", "1", "4", "2,14,16", "peers", "all", "60,24,560", "nan,1,1", "inf,1,1", "9" * 5000, "٣", "1,,2", "exact"]),
+    st.sampled_from(["0", "1", "4", "2,14,16", "peers", "all", "60,24,560", "nan,1,1", "9" * 5000, "٣", "1,,2"]),
 )
 
 
@@ -147,8 +154,11 @@ def test_settings(name, text):
             with pytest.raises(ValueError, match=f"^{name} = "):
                 config.Settings.from_environment()
         else:
-            made = lambda: plan.make_plan(Layout(2, 2, 64, 16, 32), 2, "cuda", True, config.Settings.from_environment(), None)  # noqa: E731
-            assert _refused(made) or Plan.parse(str(made())) == made()
+            assert _refused(_planned) or Plan.parse(str(_planned())) == _planned()
+
+
+def _planned():
+    return plan.make_plan(Layout(2, 2, 64, 16, 32), 2, "cuda", True, config.Settings.from_environment(), None)
 
 
 @PER_EXAMPLE
@@ -168,10 +178,13 @@ def test_plan_texts(text):
     assert _refused(lambda: Plan.parse(text))
 
 
+WRITTEN = ["8,8 r4 a2 b1 s0", "4,12,12,4 r7 a2 b1 s16 peers own-first triton=forward,norm1024x8 off=reorder"]
+
+
 @PER_EXAMPLE
-@given(st.data(), st.sampled_from(["8,8 r4 a2 b1 s0", "4,12,12,4 r7 a2 b1 s16 peers own-first triton=forward,norm1024x8 off=reorder"]))
-def test_changed_plans(data, text):
-    place, put = data.draw(st.integers(0, len(text) - 1)), data.draw(st.sampled_from(["", "0", "9" * 5000, ",", " ", "\n", "٣", "-"]))
+@given(st.data(), st.sampled_from(WRITTEN), st.sampled_from(["", "0", "9" * 5000, ",", " ", "\n", "٣", "-"]))
+def test_changed_plans(data, text, put):
+    place = data.draw(st.integers(0, len(text) - 1))
     changed = text[:place] + put + text[place + 1 :]
     if not _refused(lambda: Plan.parse(changed)):
         parsed = Plan.parse(changed)
@@ -185,8 +198,10 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
     max_leaves=4,
 )
-KINDS = ["cpu-netns/backward.json", "h200x2-torch-2.11.0/default.json", "h200x2-torch-2.11.0/kernel-forward-bitwise.json",
-         "h200x2-torch-2.11.0/small_eager/summary.json"]  # fmt: skip
+KINDS = [
+    "cpu-netns/backward.json", "h200x2-torch-2.11.0/default.json", "h200x2-torch-2.11.0/kernel-forward-bitwise.json",
+    "simulated/calibration.json", "cpu-faults/faults.json", "cpu-faults/endurance.json",
+]  # fmt: skip
 
 
 @PER_EXAMPLE
@@ -223,9 +238,10 @@ def test_what_is_no_record(content):
         record.validate(content)
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"kind": "full"', "[1]", "\x00\xff", '{"kind": "full", "schema": 2}'])
-def test_files_that_are_no_records(tmp_path, text):
-    path = tmp_path / "record.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match="record.json"):
-        record.read(path)
+@PER_EXAMPLE
+@given(content=st.one_of(st.binary(max_size=40), JSON.map(lambda value: json.dumps(value).encode())))
+def test_lines_that_are_no_records(tmp_path, content):
+    path = tmp_path / "sweep.jsonl"
+    path.write_bytes(content + b"\n")
+    with pytest.raises(ValueError, match="sweep.jsonl"):
+        results_file.read(path)

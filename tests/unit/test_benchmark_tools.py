@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "research_topic_2")
 
 import compare  # noqa: E402
 import preflight  # noqa: E402
-from rankmixer import checks, cli, options, precision, record  # noqa: E402
+from rankmixer import checks, cli, options, plugins, precision, record  # noqa: E402
 from rankmixer.runtime import Runtime, choose_device  # noqa: E402
 from rankmixer.timing import Timer  # noqa: E402
 
@@ -106,6 +106,28 @@ def test_record_schema_rejects(tmp_path, field, value, message):
     del broken[field]
     with pytest.raises(ValueError, match=field):
         record.validate(broken)
+
+
+@pytest.mark.parametrize("plan", ["", 8, "8\n8"])
+def test_a_plan_is_a_line_of_text_or_null_or_absent(tmp_path, plan):
+    result = run_benchmark(tmp_path)
+    assert result["plan"] is None
+    record.validate({**result, "plan": "8,8 r4 a2 b1 s0"})
+    with pytest.raises(ValueError, match="must be a line of text, or null"):
+        record.validate({**result, "plan": plan})
+    del result["plan"]
+    record.validate(result)
+
+
+def test_a_plugin_need_not_name_its_plans(tmp_path, monkeypatch):
+    import compile_overlap
+
+    assert plugins.load_plan_of() is compile_overlap.plan_of
+    monkeypatch.setenv("A2A_FFN_KERNEL_PLUGIN", "sequential_plugin")
+    assert plugins.load_plan_of() is None
+    assert run_benchmark(tmp_path, "--overlap", "kernel")["plan"] is None
+    with pytest.raises(ValueError, match="must define tune"):
+        plugins.load_tune()
 
 
 def test_slowest_rank_takes_the_maximum_of_each_iteration():

@@ -192,10 +192,13 @@ def test_a_variant_that_computes_something_else_is_measured_and_fails_the_run(mo
     ("failed", {"kernel:chunks=2": "slow"}, "has no measurement"),
     ("failed", {"kernel:naive": ""}, "must be the error"),
     ("variants", {}, "is not among the record's variants"), ("variants", [], "variants="),
+    ("plans", {"none": "8 r4 a2 b1 s0"}, "must be of a kernel mode"), ("plans", {"kernel": ""}, "must be a line of"),
+    ("plans", {"kernel:sequential": None}, "must be of a kernel mode"), ("plans", [], "plans="),
 ])
 def test_record_schema_rejects_wrong_variants(monkeypatch, tmp_path, field, value, message):
     _, result = run_comparison(monkeypatch, tmp_path, lambda ffn, inputs: ffn(inputs))
-    old = {name: each for name, each in result.items() if name not in ("variants", "failed")}
+    assert result["plans"] == dict.fromkeys(("kernel", "kernel:naive", "kernel:chunks=2"))  # one rank exchanges nothing
+    old = {name: each for name, each in result.items() if name not in ("variants", "failed", "plans")}
     old["summary"] = {name: each for name, each in old["summary"].items() if ":" not in name}
     record.validate(old)
     with pytest.raises(ValueError, match=message):

@@ -6,6 +6,13 @@ import torch
 from compile_overlap import compat
 from compile_overlap.kernels.launch import Launch
 
+STREAM = 77
+
+
+@pytest.fixture(autouse=True)
+def stream(monkeypatch):
+    monkeypatch.setattr(compat, "current_raw_stream", lambda: STREAM)
+
 
 class Kernel:
     """Stands in for a JIT function: counts what it compiles, and what is launched of that."""
@@ -20,8 +27,8 @@ class Kernel:
             self.compiled.append((grid, args, options))
             return self
 
-        def again(*args):
-            self.launched.append((grid, args))
+        def again(*args, stream):
+            self.launched.append((grid, args, stream))
 
         return run if len(grid) < 3 else again
 
@@ -30,11 +37,12 @@ class Kernel:
 def test_second_launch_skips_the_binder(monkeypatch, with_constants):
     monkeypatch.setattr(compat, "TRITON_LAUNCHES_WITH_CONSTANTS", with_constants)
     kernel, x, y = Kernel(), torch.zeros(32), torch.zeros(32)
+    rest = (5, 0.5, 16, True) if with_constants else (5, 0.5)
     launch = Launch(kernel, (7,), (5, 0.5), FLAG=True, BLOCK=16, num_warps=4)
     for _ in range(3):
         launch(x, y)
     assert kernel.compiled == [((7,), (x, y, 5, 0.5), {"BLOCK": 16, "FLAG": True, "num_warps": 4, "num_stages": 3})]
-    assert kernel.launched == 2 * [((7, 1, 1), (x, y, 5, 0.5, 16, True) if with_constants else (x, y, 5, 0.5))]
+    assert kernel.launched == 2 * [((7, 1, 1), (x.data_ptr(), y.data_ptr(), *rest), STREAM)]
 
 
 def test_another_alignment_is_compiled_for():
@@ -43,7 +51,15 @@ def test_another_alignment_is_compiled_for():
     for tensor in (aligned, shifted, aligned, shifted):
         launch(tensor)
     assert [args[0] is aligned for _, args, _ in kernel.compiled] == [True, False]
-    assert [grid for grid, _ in kernel.launched] == 2 * [(1, 2, 1)]
+    assert [grid for grid, _, _ in kernel.launched] == 2 * [(1, 2, 1)]
+
+
+def test_descriptors_are_passed_on():
+    kernel, descriptor = Kernel(), object()
+    launch = Launch(kernel, (1,), (), num_warps=4, descriptors=1)
+    for _ in range(2):
+        launch(descriptor, torch.zeros(32))
+    assert kernel.launched[0][1][0] is descriptor
 
 
 def test_nothing_is_kept_of_an_interpreted_kernel():

@@ -118,8 +118,8 @@ NVLINK, SHARED_MEMORY = Costs(6e-5, 390e9, 5.6e14), Costs(6e-5, 24e9, 5.6e14)
 @pytest.mark.parametrize(
     "layout, costs, training, sizes, reserved",
     [
-        (DEFAULT, NVLINK, False, (4, 12, 12, 4), 0),
-        (DEFAULT, NVLINK, True, (16, 16), 0),
+        (DEFAULT, NVLINK, False, (16, 16), 0),
+        (DEFAULT, NVLINK, True, (32,), 0),
         (DEFAULT, SHARED_MEMORY, False, (4, 8, 8, 8, 4), 16),
         (DEFAULT, SHARED_MEMORY, True, (8, 16, 8), 16),
         (Layout(2, 4, 16, 128, 256), NVLINK, True, (8,), 0),

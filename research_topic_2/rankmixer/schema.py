@@ -1,0 +1,247 @@
+"""What every kind of record must hold. `validate` is called before one is written, and on every committed one.
+
+Kinds: ``full`` (the whole block), ``comp-only`` (exchanges removed; not a layer latency), ``comparison`` (several
+modes, and variants of them as ``mode:variant``, measured in one run, see compare.py; those of many shapes in one file,
+see results_file.py), ``overlap-measurement`` (a comparison with figures of what was hidden, and of device traces, see
+scripts/measure.py), ``planner`` (all candidate plans of many shapes, see scripts/judge_planner.py), ``splits`` (the
+local computation in parts on one device, see scripts/splits.py). ``calibration`` and ``simulation``
+(scripts/calibrate.py, scripts/simulate.py) hold what was simulated, and say so: ``simulated`` is true. ``faults`` is
+what a fault of one rank led to (scripts/faults.py), ``endurance`` what many calls left behind (scripts/endurance.py).
+"""
+
+import math
+
+SCHEMA_VERSION = 1
+PASSES = ("forward", "forward+backward")
+SPLIT_AXES = ("L", "rows", "H")
+_TEXT_OR_NONE = (str, type(None))
+_ANY = {"schema": int, "kind": str}
+_RUN = {**_ANY, "configuration": dict, "environment": dict, "world_size": int, "pass": str}
+_COMMON = {**_RUN, "plugin": _TEXT_OR_NONE, "exchange": dict, "checks": dict, "peak_memory_bytes": list}
+_SINGLE = {**_COMMON, "transport": _TEXT_OR_NONE, "samples_s": list, "rank0": dict, "slowest_rank": dict,
+           "tokens_per_s": float, "forward_tflops": (float, type(None)), "full_batch": (dict, type(None)),
+           "output_shape": list}
+_COMPARISON = {**_COMMON, "rounds": int, "transports": dict, "measurements": dict, "summary": dict,
+               "full_batch": dict}
+_OVERLAP = {**_COMPARISON, "hiding": dict, "traces": dict, "trace_note": _TEXT_OR_NONE}
+_PLANNER = {**_RUN, "settings": dict, "shapes": list, "geometric_means": dict}
+_SPLITS = {**_ANY, "configuration": dict, "environment": dict, "recipe": str, "bias": str, "rounds": int,
+           "splits": list}
+_CALIBRATION = {**_ANY, "fitted": dict, "fitted_on": list, "judged": list, "configurations": dict,
+                "median_error": float, "median_error_of_configurations": float, "median_error_of_overlapped": float}
+_SIMULATION = {**_ANY, "calibration": str, "cases": list}
+_FAULTS = {**_ANY, "environment": dict, "world_size": int, "timeout_s": float, "faults": list}
+_FAULT = {"name": str, "fault": str, "at_fault": int, "ranks": list, "left_over": dict, "rerun": dict, "problems": list}
+_SEEN = {"rank": int, "status": int, "seconds": (float, type(None)), "message": str}
+_ENDURANCE = {**_ANY, "environment": dict, "world_size": int, "calls": int, "configurations": int, "kept": int,
+              "ranks": list, "bounds": dict}
+_COUNTS = dict.fromkeys(("resident_bytes", "device_bytes", "files", "layers", "compilations"), int)
+_VARIANTS = {"variants": dict, "failed": dict}  # of a comparison, absent from older records
+_STATISTICS = ("mean_s", "p50_s", "p90_s", "p99_s", "max_rank_median_s")
+
+
+def validate(record):
+    """Check a record against its schema; returns it.
+
+    Raises:
+        ValueError: naming the field, its value and what is allowed.
+    """
+    if not isinstance(record, dict):
+        raise ValueError(f"record={record!r}: must be an object")
+    kind = record.get("kind")
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise ValueError(f"kind={kind!r}: allowed are {', '.join(_KINDS)}")
+    fields, check = _KINDS[kind]
+    _require_fields("record", record, fields)
+    if record["schema"] != SCHEMA_VERSION:
+        raise ValueError(f"schema={record['schema']}: must be {SCHEMA_VERSION}")
+    if "pass" in fields and record["pass"] not in PASSES:
+        raise ValueError(f"pass={record['pass']!r}: allowed are {', '.join(PASSES)}")
+    try:
+        check(record)
+    except (AttributeError, ArithmeticError, LookupError, TypeError) as error:
+        raise ValueError(f"kind={kind!r}: some field is not what such a record holds ({error!r})") from error
+    return record
+
+
+def _require_fields(name, value, fields):
+    """Raise ValueError unless ``value`` is an object with these fields, each of its type or one of them."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{name}={value!r}: must be an object")
+    for field, expected in fields.items():
+        if field not in value:
+            raise ValueError(f"{name} field {field!r} is missing")
+        if not isinstance(value[field], expected) or isinstance(value[field], bool):
+            raise ValueError(f"{name} field {field}={value[field]!r}: must be {expected}")
+
+
+def _check_single(record):
+    _check_plan("plan", record.get("plan"))
+    _check_measurement(record["kind"], record, record)
+
+
+def _check_comparison(record):
+    _check_variants(record)
+    _check_plans(record)
+    for name, measurement in record["measurements"].items():
+        _check_measurement(name, measurement, record)
+
+
+def _check_hiding(record):
+    """Times are the measurements', fractions follow from them, a trace hides no more than it communicates."""
+    _check_comparison(record)
+    medians = {name: value["slowest_rank"]["p50_s"] for name, value in record["measurements"].items()}
+    for mode, values in record["hiding"].items():
+        times, slowest = values["slowest_rank"]["times_s"], values["slowest_rank"]
+        if (times["serial"], times["overlap"]) != (medians["none"], medians.get(mode)):
+            raise ValueError(f"hiding.{mode}.slowest_rank.times_s={times}: must be the medians of none and {mode}")
+        communication, hidden = times["comm"], slowest["hidden_fraction"]
+        expected = (times["serial"] - times["overlap"]) / communication if communication else None
+        unknown = None in (hidden, expected)
+        if hidden is not expected if unknown else not math.isclose(hidden, expected, abs_tol=1e-12):
+            raise ValueError(f"hiding.{mode}.slowest_rank.hidden_fraction={hidden}: the times' is {expected}")
+        if len(values["ranks"]) != record["world_size"]:
+            raise ValueError(f"hiding.{mode}.ranks={values['ranks']}: must be of {record['world_size']} rank(s)")
+    if set(record["traces"]) != set(record["hiding"]):
+        raise ValueError(f"traces={sorted(record['traces'])}: must be of the modes {sorted(record['hiding'])}, or null")
+    for mode, trace in record["traces"].items():
+        if trace is None and not record["trace_note"]:
+            raise ValueError(f"traces.{mode}=None: trace_note must say why there is none")
+        for figures in trace["ranks"] if trace else ():
+            if not 0 <= figures["hidden_us"] <= figures["communication_us"] <= figures["span_us"]:
+                raise ValueError(f"traces.{mode}={figures}: must hold 0 <= hidden_us <= communication_us <= span_us")
+
+
+def _check_planner(record):
+    ratios = {}
+    for row in record["shapes"]:
+        seconds = {plan: percentile(sorted(samples), 50) for plan, samples in row["samples_s"].items()}
+        for choice, plan in row["choices"].items():
+            expected = seconds.get(plan, math.nan) / min(seconds.values())
+            if not math.isclose(row["over_best"].get(choice, math.nan), expected):
+                raise ValueError(f"{row['shape']}: over_best.{choice}: the samples' of {plan!r} is {expected}")
+            ratios.setdefault(choice, []).append(expected)
+    for choice, values in ratios.items():
+        if not math.isclose(record["geometric_means"].get(choice, math.nan), geometric_mean(values)):
+            raise ValueError(f"geometric_means.{choice}: the shapes' is {geometric_mean(values)}")
+    return record
+
+
+def _check_splits(record):
+    """The whole comes first; every split has both passes, and all others are compared with the whole."""
+    for index, row in enumerate(record["splits"]):
+        name = f"splits[{index}]"
+        axis, parts = row["axis"], row["parts"]
+        if (axis not in SPLIT_AXES or parts < 2) if index else (axis, parts) != (None, 1):
+            raise ValueError(f"{name}: axis={axis!r}, parts={parts}: must be null and 1 first, then one of "
+                             f"{', '.join(SPLIT_AXES)} and at least 2")
+        if set(row["passes"]) != set(PASSES) or bool(row["compared"]) != bool(index):
+            raise ValueError(f"{name}: must have {' and '.join(PASSES)}, and be compared unless it is the whole")
+        for each, times in row["passes"].items():
+            samples = times["samples_s"]
+            if not samples or not all(0 <= value < math.inf for value in samples):
+                raise ValueError(f"{name}.{each}.samples_s={samples}: must be finite samples of at least 0 seconds")
+            if not math.isclose(times["p50_s"], percentile(sorted(samples), 50)):
+                raise ValueError(f"{name}.{each}.p50_s={times['p50_s']}: must be the samples' median")
+        for tensor, verdict in row["compared"].items():
+            if verdict["equal"] and verdict["relative_error"] != 0:
+                raise ValueError(f"{name}.compared.{tensor}={verdict}: what is equal has no error")
+
+
+def _check_simulated(record):
+    if record.get("simulated") is not True:
+        raise ValueError(f"simulated={record.get('simulated')!r}: must be true, since nothing here was measured alone")
+    for row in record["judged" if record["kind"] == "calibration" else "cases"]:
+        times = {name: value for name, value in row.items() if name.endswith("_s")}
+        if not times or not all(isinstance(value, (int, float)) and 0 <= value < math.inf for value in times.values()):
+            raise ValueError(f"{row!r}: must hold finite times of at least 0 seconds")
+
+
+def _check_faults(record):
+    """Every fault is of one of the ranks, and says what each of them saw."""
+    for row in record["faults"]:
+        _require_fields("faults", row, _FAULT)
+        for seen in row["ranks"]:
+            _require_fields(f"faults.{row['name']}.ranks", seen, _SEEN)
+        ranks = [seen["rank"] for seen in row["ranks"]]
+        if ranks != list(range(record["world_size"])) or row["at_fault"] not in ranks:
+            raise ValueError(f"faults.{row['name']}: ranks {ranks} and at_fault {row['at_fault']}: must be of "
+                             f"{record['world_size']} rank(s)")
+
+
+def _check_endurance(record):
+    """Every rank's counts after the first calls and after the last; the growth of each is within its bound."""
+    if len(record["ranks"]) != record["world_size"]:
+        raise ValueError(f"ranks={record['ranks']!r}: must be of {record['world_size']} rank(s)")
+    _require_fields("bounds", record["bounds"], _COUNTS)
+    for rank in record["ranks"]:
+        for moment in ("warm", "last"):
+            _require_fields(f"ranks.{moment}", rank[moment], _COUNTS)
+        for name, bound in record["bounds"].items():
+            growth = rank["last"][name] - rank["warm"][name]
+            if growth > bound:
+                raise ValueError(f"{name} grew by {growth}: must be at most {bound}")
+
+
+def _check_variants(record):
+    for name, expected in _VARIANTS.items():
+        if not isinstance(record.get(name, {}), expected):
+            raise ValueError(f"record field {name}={record[name]!r}: must be {expected}")
+    known, failed = record.get("variants", {}), record.get("failed", {})
+    for name in (*record["summary"], *failed):
+        if ":" in name and name not in known:
+            raise ValueError(f"{name}: is not among the record's variants {sorted(known)}")
+    for name, problem in failed.items():
+        if not isinstance(problem, str) or not problem or name in record["measurements"]:
+            raise ValueError(f"failed.{name}={problem!r}: must be the error of a variant that has no measurement")
+
+
+def _check_plans(record):
+    """What the plugin says that its modes ran with; absent from older records."""
+    plans = record.get("plans", {})
+    if not isinstance(plans, dict):
+        raise ValueError(f"record field plans={plans!r}: must be {dict}")
+    for name, plan in plans.items():
+        if name not in record["summary"] or name.partition(":")[0] != "kernel":
+            raise ValueError(f"plans.{name}={plan!r}: must be of a kernel mode of {', '.join(record['summary'])}")
+        _check_plan(f"plans.{name}", plan)
+
+
+def _check_plan(name, plan):
+    if plan is not None and (not isinstance(plan, str) or not plan or "\n" in plan):
+        raise ValueError(f"{name}={plan!r}: must be a line of text, or null")
+
+
+def _check_measurement(name, measurement, record):
+    samples = measurement.get("samples_s")
+    if not isinstance(samples, list) or len(samples) != record["world_size"] or not all(samples):
+        raise ValueError(f"{name}.samples_s={samples!r}: must hold non-empty samples of {record['world_size']} rank(s)")
+    if len({len(row) for row in samples}) != 1 or any(not 0 <= value < math.inf for row in samples for value in row):
+        raise ValueError(f"{name}.samples_s: every rank must have equally many finite samples of at least 0 seconds")
+    missing = [key for key in _STATISTICS if key not in measurement.get("slowest_rank", {})]
+    if missing:
+        raise ValueError(f"{name}.slowest_rank: missing {', '.join(missing)}")
+    if record["pass"] == "forward+backward" and measurement.get("forward_tflops") is not None:
+        raise ValueError(f"{name}.forward_tflops={measurement['forward_tflops']}: must be null when backward is timed")
+
+
+def percentile(ordered, percent):
+    """Linear-interpolated percentile of a sorted, non-empty list."""
+    position = (len(ordered) - 1) * percent / 100
+    low = math.floor(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def geometric_mean(ratios):
+    """Of a non-empty list of positive numbers."""
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+_KINDS = {
+    "full": (_SINGLE, _check_single), "comp-only": (_SINGLE, _check_single),
+    "comparison": (_COMPARISON, _check_comparison), "overlap-measurement": (_OVERLAP, _check_hiding),
+    "planner": (_PLANNER, _check_planner), "splits": (_SPLITS, _check_splits),
+    "calibration": (_CALIBRATION, _check_simulated), "simulation": (_SIMULATION, _check_simulated),
+    "faults": (_FAULTS, _check_faults), "endurance": (_ENDURANCE, _check_endurance),
+}

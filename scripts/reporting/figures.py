@@ -1,0 +1,264 @@
+"""The report's plots, drawn from cited numbers. The same records give the same bytes.
+
+Lines and letters take the colour of the text around them (`currentColor`), so that a plot reads in light and dark.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+from typing import Callable
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+from .citations import EXCHANGES, LINK, NO_RECORD, Record, Results, median  # noqa: E402
+from .markdown import source_line  # noqa: E402
+from .modelled import Modelled  # noqa: E402
+
+INK = "#0a0b0c"  # replaced by the colour of the text
+COLOURS = ("#3b82c4", "#e08a1e", "#2a9d6f", "#9b6bcc", "#d1495b", "#8a8a8a")
+STYLE = {
+    "svg.hashsalt": "report",
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 10.5,
+    "text.color": INK,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10.5,
+    "legend.frameon": False,
+    "savefig.transparent": True,
+}
+WIDTH_IN = 5.4  # readable on a phone without magnifying
+NVLINK, HOST_MEMORY = "h200x2-torch-2.11.0", "h200x2-torch-2.11.0-shm"
+HIDDEN = (
+    (NVLINK, "NVLink", ("overlap", "overlap_backward")),
+    (HOST_MEMORY, "host shared memory", ("overlap", "overlap_backward")),
+    ("cpu-netns", "shaped CPU link\n(emulated)", ("forward", "backward")),
+)
+
+
+class Figures:
+    """Plots of a `Results`, written into ``folder``; each method returns the Markdown that shows its plot."""
+
+    def __init__(self, results: Results, folder: Path):
+        self.results, self.folder = results, Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def latency_chunks(self) -> str:
+        return self._plot("latency_chunks", "Latency against the number of chunks", self._latency_chunks)
+
+    def hidden_link(self) -> str:
+        return self._plot("hidden_link", "Hidden fraction against the link", self._hidden_link)
+
+    def roofline(self) -> str:
+        return self._plot("roofline", "Roofline of the forward GEMMs and of whole layers", self._roofline)
+
+    def scaling(self) -> str:
+        return self._plot("scaling", "Scaling, simulated", self._scaling)
+
+    def _plot(self, name: str, title: str, draw: Callable) -> str:
+        before = self.results.place
+        place = self.results.place = f"{before}/figure {name}"
+        with matplotlib.rc_context(STYLE):
+            figure = draw()
+            if figure is not None:
+                (self.folder / f"{name}.svg").write_text(_svg(figure, title))
+                plt.close(figure)
+        self.results.place = before
+        if figure is None:
+            return f"{title}: {NO_RECORD}."
+        return f"![{title}](figures/{name}.svg)\n\n{source_line(self.results.sources(place))}"
+
+    def _latency_chunks(self):
+        links = ((NVLINK, "NVLink"), (HOST_MEMORY, "host shared memory"))
+        series = [(link, self._chunk_records(folder), self._chunk_notes(link)) for folder, link in links]
+        if not all(records or prototype for _, records, prototype in series):
+            return None
+        figure, panels = plt.subplots(len(series), 1, figsize=(WIDTH_IN, 7.2), layout="constrained")
+        for panel, (link, records, prototype) in zip(panels, series, strict=True):
+            colours = dict(zip((*records, *prototype), COLOURS, strict=False))
+            for label, points in records.items():
+                panel.scatter(*zip(*points), color=colours[label], label=label, zorder=3)
+            for label, points in prototype.items():
+                hollow = {"markerfacecolor": "none", "label": f"{label} (note)"}
+                panel.plot(*zip(*points), "o--", color=colours[label], **hollow)
+            panel.set(title=f"{link}, default workload, compiled, forward", xlabel="chunks along L", ylabel="ms")
+            panel.set_xscale("log", base=2)
+            panel.set_xticks([AS_PLANNED, 1, 2, 4, 8], ["as planned", "1", "2", "4", "8"])
+            panel.minorticks_off()
+            panel.legend(fontsize=8.5, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.1))
+        return figure
+
+    def _chunk_records(self, folder: str) -> dict[str, list[tuple[float, float]]]:
+        """{label: [(chunks, ms)]} of the compiled forward at the default workload; ``kernel`` is as planned."""
+        series: dict[str, list[tuple[float, float]]] = {}
+        for record in self.results.comparisons():
+            compiled_forward = record.get("pass") == "forward" and record.get(*record.setting("no_compile")) is False
+            if record.file.split("/")[1] != folder or not compiled_forward or not _default_shape(record):
+                continue
+            for mode in record.modes:
+                count = chunks_of(mode, record.plan(mode))
+                if count is not None:
+                    label = "peers' memory" if "peers" in mode else "none" if mode == "none" else "through NCCL"
+                    series.setdefault(label, []).append((count, record.number("value", median(mode), scale=1e3)))
+        return series
+
+    def _chunk_notes(self, link: str) -> dict[str, list[tuple[int, float]]]:
+        """The same of a prototype, from the notes."""
+        series: dict[str, list[tuple[int, float]]] = {}
+        for index, note in enumerate(self.results.at("notes.json", ("chunk_sweep",)) or ()):
+            if note["link"] == link:
+                value = self.results.number("notes.json", "value", ("chunk_sweep", index, "ms"))
+                series.setdefault(note["what"], []).append((note["chunks"], value))
+        return series
+
+    def _hidden_link(self):
+        bars: dict[str, dict[str, float]] = {}
+        for folder, link, files in HIDDEN:
+            for file in files:
+                self._hidden_bars(bars, Record(self.results, f"results/{folder}/{file}.json"), link)
+        groups = list(dict.fromkeys(group for values in bars.values() for group in values))
+        if not groups:
+            return None
+        figure, axes = plt.subplots(figsize=(WIDTH_IN, 5.6), layout="constrained")
+        height = 0.8 / len(bars)
+        for number, (colour, (label, values)) in enumerate(zip(COLOURS, bars.items(), strict=False)):
+            places = [groups.index(group) + height * number for group in values]
+            axes.barh(places, values.values(), height, color=colour, label=label)
+        axes.set_yticks([place + 0.4 - height / 2 for place in range(len(groups))], groups)
+        axes.invert_yaxis()
+        axes.axvline(0, color=INK, linewidth=0.8)
+        axes.axvline(100, color=INK, linewidth=0.8, linestyle=":")
+        axes.set_xlabel("hidden fraction, %")
+        figure.legend(loc="outside upper center", ncols=2, fontsize=8.5)
+        return figure
+
+    def _hidden_bars(self, bars: dict, record: Record, link: str) -> None:
+        """Add what a comparison says of each kind of schedule, under its link and pass."""
+        rate = record.number("link", *LINK, scale=1e-9) if record.modes else None
+        labels = {
+            "kernel:naive": "chunked, naive order",
+            "naive": "chunked, naive order",
+            "kernel:inductor-reorder": "chunked, Inductor's reordering",
+            "built-in": "chunked, Inductor's reordering",
+            "kernel:inductor-overlap": "chunked, Inductor's overlap scheduling",
+            "kernel": "our schedule",
+            "passes": "our schedule",
+            "kernel:peers": "peers' memory",
+        }
+        for mode in record.modes:
+            if mode in labels:
+                hidden = record.number("hidden", median("none"), median(mode), median(EXCHANGES), scale=100)
+                direction = "forward" if record.get("pass") == "forward" else "with backward"
+                speed = f"{rate:.3g} GB/s" if rate >= 1 else f"{rate * 1e3:.3g} MB/s"
+                group = f"{link}\n{speed}\n{direction}"
+                bars.setdefault(labels[mode], {})[group] = hidden
+
+    def _roofline(self):
+        peaks = [
+            self.results.number("notes.json", "value", ("h200", name, "value"))
+            for name in ("bf16_tflops", "memory_tbytes_s")
+        ]
+        if None in peaks:
+            return None
+        figure, axes = plt.subplots(figsize=(WIDTH_IN, 4.2), layout="constrained")
+        ridge = peaks[0] / peaks[1]
+        axes.plot(
+            [10, ridge, 10_000], [10 * peaks[1], peaks[0], peaks[0]], color=INK, label="H200: data sheet, dense bf16"
+        )
+        for colour, marker, (label, points) in zip(COLOURS, "osD^v", self._rates().items(), strict=False):
+            axes.scatter(*zip(*points), color=colour, marker=marker, label=label, zorder=3)
+        axes.set(
+            xscale="log", yscale="log", xlabel="operations per byte of the forward GEMMs", ylabel="TFLOP/s of a rank"
+        )
+        figure.legend(loc="outside upper center", ncols=1, fontsize=8.5)
+        return figure
+
+    def _rates(self) -> dict[str, list[tuple[float, float]]]:
+        """{label: [(operations per byte, TFLOP/s)]}: GEMMs from traces, layers from the forward's latency."""
+        rates: dict[str, list[tuple[float, float]]] = {}
+        for record in self.results.of_kind("trace"):
+            batch, tokens, *widths = map(record.setting, ("batch_size", "tokens", "dim", "k", "compute_scale"))
+            intensity = record.number("intensity_on_ranks", batch, ("ranks",), *widths)
+            rate = record.number("gemm_rate", batch, tokens, *widths, ("pass",), ("ranks", 0, "gemm_us"), scale=1e-12)
+            rates.setdefault(f"GEMMs, from traces ({record.get('pass')})", []).append((intensity, rate))
+        for record in self.results.comparisons():
+            if "H200" not in record.get("environment", "device") or record.get("pass") != "forward":
+                continue
+            widths = (*map(record.setting, ("dim", "k", "compute_scale")),)
+            intensity = record.number("intensity", record.setting("batch_size"), ("world_size",), *widths)
+            for mode in ("none", "kernel", "kernel:peers"):
+                rate = record.number("value", ("measurements", mode, "forward_tflops"))
+                if rate is not None:
+                    rates.setdefault(f"whole block, {mode}", []).append((intensity, rate))
+        return rates
+
+    def _scaling(self):
+        latency: dict[str, list[tuple[int, float]]] = {}
+        ratios: dict[str, list[tuple[int, float]]] = {}
+        for record, index in Modelled(self.results).cases():
+            case = record.get("cases", index)
+            none, overlapped = ("cases", index, "none_s"), ("cases", index, "overlapped_s")
+            if case["pass"] != "forward":
+                continue
+            if case["machine"] == "H200" and case["hosts"] == 1 + (case["P"] > 8) and case["cards"] in (None, 8):
+                for label, time in (("none", none), (f"overlapped, {case['transport']}", overlapped)):
+                    latency.setdefault(label, []).append((case["P"], record.number("value", time, scale=1e3)))
+            if case["P"] == 16 and case["hosts"] == 2 and case["transport"] == "collectives":
+                ratios.setdefault(case["machine"], []).append((case["cards"], record.number("ratio", none, overlapped)))
+        if not latency or not ratios:
+            return None
+        figure, panels = plt.subplots(2, 1, figsize=(WIDTH_IN, 7.2), layout="constrained")
+        for panel, series in zip(panels, (latency, ratios), strict=True):
+            for colour, marker, (label, points) in zip(COLOURS, "osD^v*", series.items(), strict=False):
+                panel.plot(*zip(*sorted(set(points))), f"{marker}-", color=colour, label=label)
+            panel.set_xscale("log", base=2)
+            panel.legend(fontsize=8.5)
+        panels[0].set(title="H200, forward (simulated)", xlabel="ranks; 16 are two hosts of eight cards", ylabel="ms")
+        panels[0].set_xticks([2, 4, 8, 16], ["2", "4", "8", "16"])
+        panels[1].set(title="16 ranks of two hosts, forward, by NCCL (simulated)")
+        panels[1].set(xlabel="network cards a host", ylabel="none / overlapped")
+        panels[1].set_xticks([1, 2, 4, 8], ["1", "2", "4", "8"])
+        return figure
+
+
+AS_PLANNED = 0.75  # where it stands on the axis of chunks
+
+
+def chunks_of(mode: str, plan: str | None = None) -> float | None:
+    """How many chunks a mode's name says it has, or None; for ``kernel`` what its plan says, which older records lack."""
+    if mode == "kernel":
+        return AS_PLANNED if plan is None else len(plan.split()[0].split(","))
+    if mode in ("none", "kernel:sequential", "kernel:peers"):  # through the peers' memory the plan is one chunk
+        return 1
+    found = re.fullmatch(r"kernel:(?:chunks|peers)=([\d+]+)", mode)
+    if found is None:
+        return None
+    sizes = found[1].split("+")
+    return int(sizes[0]) if len(sizes) == 1 else len(sizes)
+
+
+def _default_shape(record: Record) -> bool:
+    return all(
+        record.get("configuration", name, "overridden") is False for name in ("batch_size", "tokens", "dim", "k")
+    )
+
+
+def _svg(figure, title: str) -> str:
+    """The figure as SVG text with a title for screen readers, in the colour of the text around it."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    svg = text.getvalue()
+    svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
+    opening, rest = svg.split(">", 1)
+    style = "<style>.plot{color:#222}@media(prefers-color-scheme:dark){.plot{color:#ddd}}</style>"
+    return f'{opening} class="plot" role="img" aria-label="{title}">\n <title>{title}</title>{style}{rest}'

@@ -1,0 +1,394 @@
+"""Tables of what was measured: latencies, checks, traces, memory, sweeps."""
+
+from __future__ import annotations
+
+from typing import Iterable
+
+import results_file
+
+from .citations import COMP_ONLY, EXCHANGES, NO_RECORD, NOT_RECORDED, Record
+from .markdown import TableMaker, table
+
+EMULATIONS = ("shm", "netns", "cross", "hosts")  # in the names of folders whose link stands for another
+
+
+class Tables(TableMaker):
+    """Tables over all records of a `Results`; each method returns Markdown, or ``no record``."""
+
+    def comparisons(self) -> str:
+        """Per stack, direction and shape: every mode of every comparison."""
+        groups: dict[tuple, list[Record]] = {}
+        for record in self.results.comparisons():
+            shape = tuple(record.get(*record.setting(name)) for name in results_file.SHAPE)
+            folder = record.file.removeprefix("results/").partition("/")[0]
+            groups.setdefault((folder, record.get("pass"), shape), []).append(record)
+        return "\n\n".join(self._comparison(*key, records) for key, records in sorted(groups.items(), key=_order))
+
+    def _comparison(self, folder: str, direction: str, shape: tuple, records: list[Record]) -> str:
+        rows = []
+        with self.table_of(f"{folder} {direction} {shape}") as sources:
+            title = f"**`{folder}`, {direction}, (B, T, D, k) = {records[0].shape()}**{_emulated(folder)}"
+            for record in records:
+                for mode in record.modes:
+                    rows.append(
+                        (
+                            f"`{_name(record)}`",
+                            _compiled(record),
+                            f"`{mode}`",
+                            record.ms(mode),
+                            record.ratio(mode),
+                            record.hidden(mode),
+                            record.exposed(mode),
+                            record.tokens(mode),
+                            record.peak(mode),
+                            record.commit(),
+                        )
+                    )
+                rows += [
+                    (f"`{_name(record)}`", _compiled(record), f"`{mode}`", "failed", *[""] * 5, record.commit())
+                    for mode in record.get("failed") or ()
+                ]
+        head = (
+            "record",
+            "compiled",
+            "mode",
+            "median ms",
+            "ratio",
+            "hidden",
+            "exposed ms",
+            "M tokens/s",
+            "peak MiB",
+            "commit",
+        )
+        plans = [(f"`{_name(each)}` `{mode}`", each.plan(mode)) for each in records for mode in each.modes]
+        return f"{title}\n\n{table(head, rows)}\n\n{sources()}{_plans(plans)}"
+
+    def modes(self, files: Iterable[str], modes: Iterable[str]) -> str:
+        """Chosen modes of chosen comparisons, side by side: median, ratio, hidden fraction, exposed communication."""
+        rows = []
+        with self.table_of(" ".join(files)) as sources:
+            for record in (Record(self.results, file) for file in files):
+                for mode in (mode for mode in modes if record.get("measurements", mode)):
+                    rows.append(
+                        (
+                            record.get("pass"),
+                            f"`{mode}`",
+                            record.ms(mode),
+                            record.ratio(mode),
+                            record.hidden(mode),
+                            record.exposed(mode),
+                        )
+                    )
+        return self.shown(("pass", "mode", "median ms", "ratio", "hidden", "exposed ms"), rows, sources)
+
+    def single_runs(self) -> str:
+        """The records of `benchmark.py`: one mode at a time."""
+        rows, plans = [], []
+        with self.table_of("single runs") as sources:
+            for record in self.results.of_kind("full", "comp-only"):
+                mode = record.get(*record.setting("overlap"))
+                file = record.file.removeprefix("results/")
+                plans.append((f"`{file}`", record.get("plan")))
+                rows.append(
+                    (
+                        f"`{file}`{_emulated(file)}",
+                        f"`{mode}`",
+                        record.get("pass"),
+                        record.shape(),
+                        _compiled(record),
+                        record.cite("value", ("slowest_rank", "p50_s"), form="4", scale=1e3),
+                        record.cite("largest", ("peak_memory_bytes",), form="{:.0f}", scale=2**-20),
+                        record.commit(),
+                    )
+                )
+        head = ("record", "mode", "pass", "(B, T, D, k)", "compiled", "median ms", "peak MiB", "commit")
+        return self.shown(head, rows, sources) + _plans(plans)
+
+    def checks(self) -> str:
+        """What was compared with the sequential layer, and how it came out."""
+        rows = []
+        with self.table_of("checks") as sources:
+            for record in self.results.comparisons():
+                checked, whole = record.get("checks") or {}, record.get("full_batch") or {}
+                for mode in dict.fromkeys((*checked, *whole)):
+                    if checked.get(mode, {}).get("ran") or mode in whole:
+                        rows.append(
+                            (
+                                f"`{_name(record, folder=True)}`",
+                                f"`{mode}`",
+                                _verdict(checked.get(mode)),
+                                *_gradients(record, mode),
+                                *_full_batch(record, mode),
+                                record.commit(),
+                            )
+                        )
+        head = (
+            "record",
+            "mode",
+            "check",
+            "rows",
+            "worst gradient",
+            "full batch",
+            "elements that differ",
+            "largest",
+            "commit",
+        )
+        return self.shown(head, rows, sources)
+
+    def traces(self) -> str:
+        """What ran beside what, from the device traces; the worst rank."""
+        rows = []
+        with self.table_of("traces") as sources:
+            for record in self.results.of_kind("trace"):
+                rows.append(
+                    (
+                        f"`{record.file.removeprefix('results/').removesuffix('.trace.json')}`",
+                        record.get("pass"),
+                        record.trace("span_us"),
+                        record.trace("communication_us"),
+                        record.trace("hidden_fraction", "{:.0f} %", 100),
+                        record.trace("exposed_us"),
+                        record.trace("inflation", "{:.2f}"),
+                        record.trace("critical_path_communication_us"),
+                        record.trace("idle_us"),
+                        record.trace("gemm_us"),
+                        record.trace("other_us"),
+                        record.trace("epilogues"),
+                        record.commit(),
+                    )
+                )
+        head = (
+            "trace",
+            "pass",
+            "span us",
+            "communication us",
+            "hidden",
+            "exposed us",
+            "inflation",
+            "communication on the critical path us",
+            "compute idle us",
+            "GEMMs us",
+            "other us",
+            "epilogues",
+            "commit",
+        )
+        return self.shown(head, rows, sources)
+
+    def hiding(self) -> str:
+        """The figures of `scripts/measure.py`: hidden, by the assignment and against our own kernels in sequence."""
+        rows = []
+        with self.table_of("hiding") as sources:
+            for record in self.results.of_kind("overlap-measurement"):
+                for mode in record.get("hiding"):
+                    path = "hiding", mode, "slowest_rank"
+                    shares = [
+                        record.cite("value", (*path, share), form="{:.0f} %", scale=100, missing="")
+                        for share in ("hidden_fraction", "hidden_fraction_own", "e_overlap", "e_overlap_flux")
+                    ]
+                    rows.append(
+                        (
+                            f"`{_name(record, folder=True)}`",
+                            record.get("pass"),
+                            f"`{mode}`",
+                            *shares,
+                            record.cite("value", (*path, "exposed_s"), form="3", scale=1e3),
+                            record.commit(),
+                        )
+                    )
+        head = (
+            "record",
+            "pass",
+            "mode",
+            "hidden",
+            "against our own sequence",
+            "E",
+            "E of Flux",
+            "exposed ms",
+            "commit",
+        )
+        return self.shown(head, rows, sources)
+
+    def splits(self) -> str:
+        """What splitting the local computation costs on one device, and what of it equals the whole bit for bit."""
+        rows = []
+        with self.table_of("splits measured") as sources:
+            for record in self.results.of_kind("splits"):
+                for index, row in enumerate(record.get("splits")):
+                    rows.append(
+                        (
+                            f"`{_name(record, folder=True)}`",
+                            row["axis"] or "whole",
+                            record.cite("value", ("splits", index, "parts")),
+                            *_split_times(record, index),
+                            *_split_verdict(record, index),
+                            _CUT_BY[row["axis"]],
+                            record.commit(),
+                        )
+                    )
+        head = (
+            "record",
+            "split along",
+            "parts",
+            "forward ms",
+            "over the whole",
+            "with backward ms",
+            "over the whole",
+            "output",
+            "gradients that differ",
+            "worst relative error",
+            "exchanges it cuts",
+            "commit",
+        )
+        return self.shown(head, rows, sources)
+
+    def links(self, links: Iterable[tuple[str, str, str]]) -> str:
+        """(what the link is, a record over it, our best mode there) side by side."""
+        rows = []
+        with self.table_of("links") as sources:
+            for what, file, mode in links:
+                record = Record(self.results, file)
+                rows.append(
+                    (
+                        what,
+                        record.link(),
+                        record.ms(EXCHANGES),
+                        record.ms(COMP_ONLY),
+                        record.ratio(COMP_ONLY, to=EXCHANGES),
+                        f"`{mode}`",
+                        record.ratio(mode),
+                        record.hidden(mode),
+                    )
+                )
+        head = (
+            "link",
+            "GB/s a rank",
+            "exchanges ms",
+            "computation ms",
+            "exchanges over computation",
+            "mode",
+            "ratio",
+            "hidden",
+        )
+        return self.shown(head, rows, sources)
+
+    def memory(self, files: Iterable[str]) -> str:
+        """Peak memory of every mode beside that of none."""
+        rows = []
+        with self.table_of("memory") as sources:
+            for record in (Record(self.results, file) for file in files):
+                for mode in (mode for mode in record.modes if record.get("measurements", mode, "peak_memory_bytes")):
+                    first = (
+                        ("measurements", "none", "peak_memory_bytes", 0),
+                        ("measurements", mode, "peak_memory_bytes", 0),
+                    )
+                    rows.append(
+                        (
+                            f"`{_name(record, folder=True)}`",
+                            record.get("pass"),
+                            f"`{mode}`",
+                            record.peak(mode),
+                            record.cite("ratio", *reversed(first), form="{:.2f}"),
+                        )
+                    )
+        return self.shown(("record", "pass", "mode", "peak MiB", "of none"), rows, sources)
+
+    def sweeps(self) -> str:
+        """Per results file of a sweep and comparison: each mode's ratio to none over the shapes."""
+        parts = []
+        for file, lines in self.results.contents.items():
+            if not file.endswith(".jsonl") or not isinstance(lines, list):
+                continue
+            for key in sorted({results_file.comparison_of(line) for line in lines}):
+                parts.append(self._sweep(file, key, lines))
+        return "\n\n".join(parts) or f"Sweep over all shapes: {NO_RECORD}."
+
+    def _sweep(self, file: str, key: tuple, lines: list[dict]) -> str:
+        chosen = [index for index, line in enumerate(lines) if results_file.comparison_of(line) == key]
+        modes = dict.fromkeys(mode for index in chosen for mode in lines[index]["summary"] if mode != "none")
+        head, rows = ("(B, T, D, k)", *(f"`{mode}`" for mode in modes)), []
+        with self.table_of(f"{file} {key}") as sources:
+            for record in (Record(self.results, file, (index,)) for index in chosen):
+                rows.append((record.shape(), *(record.ratio(mode) for mode in modes)))
+        return f"**{key[0]}, {key[1]}: ratio to none, shape by shape**\n\n{table(head, rows)}\n\n{sources()}"
+
+
+def _plans(plans: Iterable[tuple[str, str | None]]) -> str:
+    """A paragraph of the plans of (what ran with it, the plan), of those that are recorded."""
+    named = [f"{what} `{plan}`" for what, plan in plans if plan is not None]
+    return f"\n\nPlans: {'; '.join(named)}." if named else ""
+
+
+_CUT_BY = {None: "", "L": "dispatch and combine", "rows": "dispatch and combine", "H": "none"}  # by construction
+
+
+def _split_times(record: Record, index: int) -> Iterable[str]:
+    for direction in ("forward", "forward+backward"):
+        ours, whole = (("splits", each, "passes", direction, "p50_s") for each in (index, 0))
+        yield record.cite("value", ours, form="4", scale=1e3)
+        yield record.cite("ratio", ours, whole, form="{:.2f}") if index else ""
+
+
+def _split_verdict(record: Record, index: int) -> tuple[str, str, str]:
+    """(the output equal or not, gradients that differ, the worst relative error of all)."""
+    path = "splits", index, "compared"
+    verdicts = record.get(*path)
+    if not verdicts:
+        return "", "", ""
+    wrong = [f"`{name}`" for name, each in verdicts.items() if not each["equal"] and name != "output"]
+    worst = max(verdicts, key=lambda name: verdicts[name]["relative_error"])
+    error = record.cite("value", (*path, worst, "relative_error"), form="{:.1e}")
+    return "equal" if verdicts["output"]["equal"] else "differs", ", ".join(wrong), f"{error} (`{worst}`)"
+
+
+def _emulated(folder: str) -> str:
+    return " (emulates a network)" if any(mark in folder for mark in EMULATIONS) else ""
+
+
+def _order(group: tuple) -> tuple:
+    folder, direction, shape = group[0]
+    return folder, direction, [-size for size in shape]
+
+
+def _name(record: Record, folder: bool = False) -> str:
+    path = record.file.removeprefix("results/").removesuffix(".json")
+    line = f" line {record.prefix[0] + 1}" if record.prefix else ""
+    return (path if folder else path.partition("/")[2]) + line
+
+
+def _compiled(record: Record) -> str:
+    """Comparisons of the FFN alone, which is always compiled, have no such setting."""
+    return "no" if record.get(*record.setting("no_compile")) else "yes"
+
+
+def _verdict(check: dict | None) -> str:
+    if not check or not check.get("ran"):
+        return "not run"
+    problem = check.get("problem") or check.get("gradient_problem") or ("" if check.get("equal", True) else "differs")
+    return f"fails: {problem}" if problem else "passed"
+
+
+def _gradients(record: Record, mode: str) -> tuple[str, str]:
+    """(rows of the check, the worst relative error of a gradient)."""
+    path = "checks", mode
+    gradients = record.get(*path, "gradients") or {}
+    rows = record.cite("value", (*path, "rows"), missing=NOT_RECORDED if record.get(*path, "ran") else "")
+    if not gradients:
+        return rows, ""
+    worst = max(gradients, key=lambda name: gradients[name]["relative_error"])
+    error = record.cite("value", (*path, "gradients", worst, "relative_error"), form="{:.1e}")
+    return rows, f"{error} (`{worst}`)"
+
+
+def _full_batch(record: Record, mode: str) -> tuple[str, str, str]:
+    """(equal or differs, elements that differ, the largest difference)."""
+    whole = record.get("full_batch", mode)
+    if not whole:
+        return "not compared", "", ""
+    path = "full_batch", mode
+    if whole["equal"]:
+        return "equal", "", ""
+    return (
+        "differs",
+        record.cite("value", (*path, "mismatches")),
+        record.cite("value", (*path, "max_abs_error"), form="3"),
+    )
