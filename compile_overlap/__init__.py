@@ -2,6 +2,7 @@
 
 from .api import forward_ffn, reset
 from .explain import explain, plan_of
+from .faults import RankFault, watched
 from .tune import Tuning, tune
 
-__all__ = ["Tuning", "explain", "forward_ffn", "plan_of", "reset", "tune"]
+__all__ = ["RankFault", "Tuning", "explain", "forward_ffn", "plan_of", "reset", "tune", "watched"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from dataclasses import dataclass
@@ -15,9 +16,9 @@ from torch._dynamo.comptime import comptime
 import passes
 from passes import graphs
 
-from . import calls, compat, compiler, known_plans, notice, plan, probe, transport
-from .config import Settings
-from .group import all_ranks, group_name, overlap_alias, same_on_all_ranks
+from . import calls, compat, compiler, faults, known_plans, notice, plan, probe, transport
+from .config import VARIABLES, Settings, variables
+from .group import all_ranks, group_name, overlap_alias
 from .layer import overlapped_ffn
 from .layout import Layout, check_call, eps_of, parameters_of
 from .recipes import ADD, EAGER_EXACT, INDUCTOR
@@ -39,11 +40,26 @@ def forward_ffn(ffn: Any, inputs: torch.Tensor, *, comp_only: bool = False) -> t
     `ffn` has `w1 [L,D,2H], b1 [L,2H], wout [L,H,D], bout [L,D], norm_x, norm_gate, ep_group, ep_index, ep_group_size,
     fwd_mode, bwd_mode, gemm_backend`, and `forward(inputs, overlap="none", comp_only=...)`, the reference that decides
     the recipe and answers where the layer cannot. With `comp_only` the exchanges are replaced by the local layout
-    change. All ranks of the group must call it alike. Raises ValueError for bad input, before any exchange.
+    change. All ranks of the group must call it alike.
+
+    Raises:
+        ValueError: for bad input, and on every rank where ranks are about to do different things; before any exchange.
+        RankFault: an exchange failed, or other ranks did not come; which ranks, and why (see `faults`).
     """
     # Not `is_compiling`, which is true in all threads while one of them compiles.
     if torch.compiler.is_dynamo_compiling():
         return _inlined(ffn, inputs, check_call(ffn, inputs), plan.unsupported(ffn, inputs), comp_only)
+    try:
+        return _answer(ffn, inputs, comp_only)
+    except Exception as error:
+        fault = _explained(ffn, inputs, error)
+        if fault is error:
+            raise
+        raise fault from error
+
+
+def _answer(ffn: Any, inputs: torch.Tensor, comp_only: bool) -> torch.Tensor:
+    """`forward_ffn` of an eager caller."""
     transform = compat.transform_in_use()
     known = None if transform else calls.known_layer(ffn, inputs, comp_only)
     if known is not None:
@@ -52,6 +68,7 @@ def forward_ffn(ffn: Any, inputs: torch.Tensor, *, comp_only: bool = False) -> t
     layout = check_call(ffn, inputs)
     settings = Settings.from_environment()
     layer, reason = None, transform or plan.unsupported(ffn, inputs) or plan.decomposed(layout, inputs)
+    agree_on_call(ffn.ep_group, layout, inputs.dtype, reason)
     if reason is None:
         with _DECIDING:
             layer, reason = _decided(ffn, inputs, layout, settings, comp_only)
@@ -60,6 +77,15 @@ def forward_ffn(ffn: Any, inputs: torch.Tensor, *, comp_only: bool = False) -> t
         return _reference(ffn, inputs, comp_only, reason)
     calls.keep(ffn, inputs, comp_only, layer)
     return layer(inputs.contiguous(), *parameters_of(ffn))
+
+
+def _explained(ffn: Any, inputs: Any, error: Exception) -> Exception:
+    """What a failed call raises: `error`, or one that names the ranks at fault."""
+    size = getattr(ffn, "ep_group_size", 1)
+    if not isinstance(size, int) or size < 2:
+        return error
+    call = f"{tuple(inputs.shape)}, {inputs.dtype}" if isinstance(inputs, torch.Tensor) else type(inputs).__name__
+    return faults.explained(ffn.ep_group, error, f"forward_ffn(inputs {call})")
 
 
 def _reference(ffn: Any, inputs: torch.Tensor, comp_only: bool, reason: str) -> torch.Tensor:
@@ -113,7 +139,7 @@ def decide(ffn: Any, inputs: torch.Tensor, layout: Layout, settings: Settings) -
     key = (layout.P, layout.T, layout.D, layout.H, inputs.dtype, inputs.device, torch.is_grad_enabled(), norms, settings)
     if key not in known:
         _refuse_capture(inputs, "the recipe is decided")
-        _require_agreement(ffn, inputs, layout, (layout, inputs.dtype, torch.is_grad_enabled(), settings))
+        agree_on_call(ffn.ep_group, layout, inputs.dtype, None)
 
         def run(part, candidate):
             part_layout = Layout(layout.P, part.shape[0], layout.T, layout.D, layout.H)
@@ -178,7 +204,9 @@ def _layer(
     layer = compiler.cached_layer(key)
     if layer is None:
         _refuse_capture(inputs, "the layer is compiled")
-        _require_agreement(ffn, inputs, layout, (shared, per_tensor))
+        agreed = {**static, "modes": modes, "requires_grad and strides": per_tensor}
+        faults.agree(ffn.ep_group, f"the layer for {layout}", agreed)
+        calls.forget(compiler.drop_oldest())
         layer = compiler.new_layer(key, static)
         error = layer.prepare(*tensors)
         if not all_ranks(ffn.ep_group, layout.P, inputs.device, error is None):
@@ -193,13 +221,25 @@ def _layer(
     return layer, tensors, None
 
 
-def _require_agreement(ffn: Any, inputs: torch.Tensor, layout: Layout, configuration: Any) -> None:
-    """Raise on every rank unless all ranks of the group are about to do the same."""
-    if not same_on_all_ranks(ffn.ep_group, layout.P, inputs.device, configuration):
-        raise ValueError(
-            f"inputs.shape = {tuple(inputs.shape)}: must be the same on every rank of the group, as the dtypes, strides, "
-            f"requires_grad and A2A_FFN_* settings; this rank's configuration is {configuration}"
-        )
+def agree_on_call(
+    group: Any, layout: Layout, dtype: torch.dtype, reason: str | None, answer: str = "the layer"
+) -> None:
+    """Make sure, once for each kind of call, that all ranks of the group make it: shapes, settings, versions.
+
+    `answer` says what answers it, unless the reference does for a `reason`. Raises what `faults.agree` raises.
+    """
+    if layout.P == 1:
+        return
+    configuration = {
+        "inputs.shape": (layout.B, layout.T, layout.D),
+        "H": layout.H,
+        "dtype": dtype,
+        "gradients": "on" if torch.is_grad_enabled() else "off",
+        "answered by": answer if reason is None else f"the reference, because {reason}",
+        **{name: "not set" if text is None else os.fsdecode(text) for name, text in zip(VARIABLES, variables())},
+        **faults.versions(),
+    }
+    faults.agree_once(group, f"forward_ffn(inputs {configuration['inputs.shape']}, {dtype})", configuration)
 
 
 def _refuse_capture(inputs: torch.Tensor, what: str) -> None:
@@ -211,23 +251,10 @@ def reset() -> None:
     """Forget every decision and compiled configuration; the next calls decide and compile again, on every rank."""
     _DECISIONS.clear()
     _RAN.clear()
-    _TRACED.clear()
+    faults.reset()
     calls.reset()
     compiler.reset()
     transport.reset()
-
-
-_TRACED: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
-
-
-def _require_agreed_trace(group: Any, layout: Layout, device: torch.device, configuration: Any) -> None:
-    """As `_require_agreement`, at the first trace of a configuration: a later one may be traced again on one rank alone."""
-    if layout.P == 1:
-        return
-    traced = _TRACED.setdefault(dist.group.WORLD if group is None else group, set())
-    if configuration not in traced and not same_on_all_ranks(group, layout.P, device, configuration):
-        raise ValueError(f"A2A_FFN_*: must be the same on every rank of the group; this rank traces {configuration}")
-    traced.add(configuration)
 
 
 # Inside an outer torch.compile. Dynamo traces these lines; what must not be traced runs at trace time.
@@ -293,17 +320,18 @@ def _at_trace_time(
     form = ""
     if reason is None:
         form, reason = _OBSERVED[kind]
+    bias = settings.bias or form
     if settings.recipe == EAGER_EXACT and reason is None:
         reason = "A2A_FFN_RECIPE=eager_exact inside an outer torch.compile, which rounds as Inductor does"
+    layout = Layout(P, B, T, D, H)
+    resolved = torch._C._distributed_c10d._resolve_process_group(group) if group else None
+    answer = f"the layer inside an outer torch.compile, bias form {bias}, comm_scale {comm_scale}"
+    agree_on_call(resolved, layout, dtype, reason, answer)
     if reason is not None:
         notice.delegate(reason, strict=settings.strict, rank=rank)
         return True, (), (), None, ""
     passes.install()
-    layout = Layout(P, B, T, D, H)
-    resolved = torch._C._distributed_c10d._resolve_process_group(group) if group else None
-    bias = settings.bias or form
     problem = known_plans.Problem(layout, dtype, training, INDUCTOR, bias, comm_scale, settings)
-    _require_agreed_trace(resolved, layout, device, problem)
     chosen = transport.plan_for(resolved, rank, device, problem)
     alias = overlap_alias(resolved, chosen) if exchanged else None
     _remember(resolved, problem, alias)

@@ -74,6 +74,15 @@ def keep(ffn: torch.nn.Module, inputs: torch.Tensor, comp_only: bool, layer: Com
     _ANSWERS.setdefault(ffn, {}).setdefault(_key(ffn, inputs, comp_only), []).insert(0, answer)
 
 
+def forget(layer: Any) -> None:
+    """Let `layer` answer no call any more."""
+    for known in _ANSWERS.values():
+        for key, answers in list(known.items()):
+            known[key] = [answer for answer in answers if answer.layer is not layer]
+            if not known[key]:
+                del known[key]
+
+
 def _group(ffn: Any) -> Any:
     return dist.group.WORLD if ffn.ep_group is None else ffn.ep_group
 

@@ -13,7 +13,8 @@
 | Inductor's silu                                  | x sigmoid(x)     | x / (1 + exp(-x))          |
 
 What reads internals that no version makes public is here too: `comptime_value`, `global_state`, `tensor_guards`,
-`is_registered`, `environment`, `is_intercepted`, `transform_in_use`, `compiles_no_more`.
+`is_registered`, `store_of`, `timeout_s`, `environment`, `is_intercepted`, `transform_in_use`,
+`forget_compiled`, `compiles_no_more`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import types
 from typing import Any, Callable
 
 import torch
@@ -48,10 +50,11 @@ SYMMETRIC_MEMORY_HAS_OWN_STORE = torch.__version__.startswith("2.6.")
 try:
     import triton
 
+    TRITON_VERSION = triton.__version__
     # What a compiled kernel is launched with: all parameters, or those that are no constants (Triton 3.2, of torch 2.6.0).
     TRITON_LAUNCHES_WITH_CONSTANTS = not triton.__version__.startswith("3.2.")
 except ImportError:
-    TRITON_LAUNCHES_WITH_CONSTANTS = False
+    TRITON_VERSION, TRITON_LAUNCHES_WITH_CONSTANTS = None, False
 
 _WEAK_DEP_HAS_FAKE = "is_fake" in inspect.signature(WeakDep).parameters
 
@@ -137,6 +140,13 @@ def transform_in_use() -> str | None:
     return None
 
 
+def forget_compiled(code: types.CodeType) -> None:
+    """Free what Dynamo compiled for a code object; it would keep both, which refer to each other."""
+    from torch._dynamo import eval_frame
+
+    eval_frame.remove_from_cache(code)
+
+
 def compiles_no_more() -> bool:
     """Whether a stance (`torch.compiler.set_stance`) keeps Dynamo from compiling."""
     from torch._dynamo import eval_frame
@@ -174,14 +184,26 @@ def register_group_alias(alias: str, group: torch.distributed.ProcessGroup) -> N
     c10d._register_process_group(alias, group)
 
 
+def store_of(group: torch.distributed.ProcessGroup) -> torch.distributed.Store:
+    """The store through which the ranks of a group found each other; its keys are the group's own."""
+    return torch.distributed.distributed_c10d._get_process_group_store(group)
+
+
+def timeout_s(group: torch.distributed.ProcessGroup) -> float:
+    """The timeout of a group's collectives; the shortest one, where it has several backends."""
+    options = (getattr(group._get_backend(device), "options", None) for device in group._device_types)
+    usual = torch.distributed.constants.default_pg_timeout
+    return min(getattr(each, "_timeout", usual).total_seconds() for each in options)
+
+
 def symmetric_memory_store(group: torch.distributed.ProcessGroup) -> torch.distributed.Store:
     """The store over which the ranks of a group make each other's memory known."""
-    from torch.distributed import _symmetric_memory, distributed_c10d
+    from torch.distributed import _symmetric_memory
 
     if SYMMETRIC_MEMORY_HAS_OWN_STORE:
         _symmetric_memory.enable_symm_mem_for_group(group.group_name)
         return _symmetric_memory._group_name_to_store[group.group_name]
-    return distributed_c10d._get_process_group_store(group)
+    return store_of(group)
 
 
 def is_backward_graph() -> bool:

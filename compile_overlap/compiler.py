@@ -2,7 +2,10 @@
 
 A configuration is compiled before it is run, so that the ranks can agree that all of them can: its first call is made
 with execution held back. Dynamo keeps at most eight variants of a code object and then silently runs eager code, so
-each configuration has a code object of its own, and past `MAX_LAYERS` of them we raise.
+each configuration has a code object of its own. At most `MAX_LAYERS` of them are kept: then the oldest is dropped for a
+new one. Not the least used: which layer was made when is the same on every rank, which was used when is not.
+A dropped layer is freed at once, and its code with it: Dynamo, which keeps backends for good and compiled functions as
+long as the code that they belong to, may not refer to it, and is told to forget its code.
 
 From the second call on the compiled code is called directly. What Dynamo's guards would check, at 40 to 70 us a call, is
 fixed by the configuration, but for the global state, which we check.
@@ -10,7 +13,10 @@ fixed by the configuration, but for the global state, which we check.
 
 from __future__ import annotations
 
+import itertools
+import threading
 import types
+import weakref
 from typing import Any, Callable, NamedTuple
 
 import torch
@@ -18,7 +24,7 @@ from torch._inductor.compile_fx import compile_fx
 
 import passes
 
-from . import compat
+from . import compat, notice
 from .layer import overlapped_ffn
 from .recipes import EAGER_EXACT
 
@@ -33,6 +39,16 @@ class _Prepared(Exception):
     """Compilation is done; the call was made only for that."""
 
 
+class _Running(threading.local):
+    """The layer that this thread is calling through Dynamo, and its tensors."""
+
+    layer: CompiledLayer | None = None
+    tensors: tuple[torch.Tensor, ...] = ()
+
+
+_RUNNING = _Running()
+
+
 class CompiledLayer:
     """`overlapped_ffn` with its static arguments bound, compiled at its first call."""
 
@@ -41,50 +57,56 @@ class CompiledLayer:
             return overlapped_ffn(inputs, *parameters, **static)
 
         self.static = static
-        self._preparing = False
-        self._running: tuple[torch.Tensor, ...] = ()
-        self._direct: _Direct | None = None
-        self._run = torch.compile(_fresh(layer, name), backend=self._compile, dynamic=False, fullgraph=True)
+        self.preparing = False
+        self.direct: _Direct | None = None
+        function = _fresh(layer, name)
+        self._run = torch.compile(function, backend=_compile, dynamic=False, fullgraph=True)
+        weakref.finalize(self, compat.forget_compiled, function.__code__).atexit = False
 
     def prepare(self, *tensors: torch.Tensor) -> Exception | None:
         """Compile the forward for these tensors without running it; the error if that fails."""
-        self._preparing = True
+        self.preparing = True
         try:
-            self._run(*tensors)
+            self._call(tensors)
         except _Prepared:
             return None
         except Exception as error:  # whatever the compiler raises is the reason for delegating
             return NotCompiledNow(str(error)) if compat.is_intercepted() or compat.compiles_no_more() else error
         finally:
-            self._preparing = False
+            self.preparing = False
         return NotCompiledNow("torch.compile is disabled, or a mode that is active keeps it from compiling")
 
     def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
-        direct = self._direct
+        direct = self.direct
         if direct is not None and direct.state.check() and not compat.is_intercepted():
             return direct.compiled(*(tensors[index] for index in direct.order))[0]
-        self._running = tensors
+        return self._call(tensors)
+
+    def _call(self, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        _RUNNING.layer, _RUNNING.tensors = self, tensors
         try:
             return self._run(*tensors)
         finally:
-            self._running = ()
+            _RUNNING.layer, _RUNNING.tensors = None, ()
 
-    def _compile(self, graph: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        patches = passes.config_patches()
-        decompositions = None
-        if self.static["recipe"] == EAGER_EXACT:
-            patches["shape_padding"] = False
-            decompositions = compat.exact_decompositions()
-        compiled = compile_fx(graph, example_inputs, config_patches=patches, decompositions=decompositions)
 
-        def run(*args):
-            if self._preparing:
-                raise _Prepared
-            results = compiled(*args)
-            self._direct = self._direct or _Direct.of(compiled, args, results, self._running)
-            return results
+def _compile(graph: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable[..., Any]:
+    """The backend: compile the graph of the layer that is being called."""
+    of_layer, patches, decompositions = weakref.ref(_RUNNING.layer), passes.config_patches(), None
+    if _RUNNING.layer.static["recipe"] == EAGER_EXACT:
+        patches["shape_padding"] = False
+        decompositions = compat.exact_decompositions()
+    compiled = compile_fx(graph, example_inputs, config_patches=patches, decompositions=decompositions)
 
-        return run
+    def run(*args):
+        layer = of_layer()
+        if layer.preparing:
+            raise _Prepared
+        results = compiled(*args)
+        layer.direct = layer.direct or _Direct.of(compiled, args, results, _RUNNING.tensors)
+        return results
+
+    return run
 
 
 class _Direct(NamedTuple):
@@ -111,6 +133,7 @@ def _fresh(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 _LAYERS: dict[tuple[Any, ...], CompiledLayer | str] = {}
+_NUMBERS = itertools.count()
 
 
 def cached_layer(key: tuple[Any, ...]) -> CompiledLayer | str | None:
@@ -118,15 +141,21 @@ def cached_layer(key: tuple[Any, ...]) -> CompiledLayer | str | None:
     return _LAYERS.get(key)
 
 
+def drop_oldest() -> CompiledLayer | str | None:
+    """Make place for a new layer where there are `MAX_LAYERS`: what was dropped, for others to forget, or None."""
+    if len(_LAYERS) < MAX_LAYERS:
+        return None
+    notice.warn_once(
+        f"more than {MAX_LAYERS} configurations (shapes, strides, dtypes, grad modes): the oldest is dropped for each "
+        "new one, and compiled again when it comes back; pad or bucket the batch sizes"
+    )
+    return _LAYERS.pop(next(iter(_LAYERS)))
+
+
 def new_layer(key: tuple[Any, ...], static: dict[str, Any]) -> CompiledLayer:
-    """Create and keep the layer of a configuration. Raises RuntimeError past `MAX_LAYERS` configurations."""
-    if len(_LAYERS) >= MAX_LAYERS:
-        raise RuntimeError(
-            f"compile_overlap holds {MAX_LAYERS} compiled configurations (shapes, strides, dtypes, grad modes); "
-            "pad or bucket the batch sizes, or call compile_overlap.reset()"
-        )
+    """Create and keep the layer of a configuration."""
     passes.install()
-    layer = _LAYERS[key] = CompiledLayer(f"overlapped_ffn_{len(_LAYERS)}", static)
+    layer = _LAYERS[key] = CompiledLayer(f"overlapped_ffn_{next(_NUMBERS)}", static)
     return layer
 
 

@@ -110,7 +110,7 @@ def _chunks(text: str) -> tuple[int | None, tuple[int, ...]]:
     if not text:
         return None, ()
     parts = text.split(",")
-    fits = all(re.fullmatch(r"0*[1-9][0-9]*", part.strip()) for part in parts)
+    fits = all(re.fullmatch(r"0*[1-9][0-9]{0,5}", part.strip()) for part in parts)
     require(fits, "A2A_FFN_CHUNKS", text, "a positive count, or positive sizes separated by commas")
     numbers = tuple(int(part) for part in parts)
     return (numbers[0], ()) if len(numbers) == 1 else (None, numbers)
@@ -118,7 +118,8 @@ def _chunks(text: str) -> tuple[int | None, tuple[int, ...]]:
 
 def _count(name: str, least: int) -> int | None:
     text = (os.environ.get(name) or "").strip() or None
-    require(text is None or (re.fullmatch("[0-9]+", text) and int(text) >= least), name, text, f"a count of at least {least}")
+    fits = text is None or (re.fullmatch("[0-9]{1,6}", text) and int(text) >= least)
+    require(fits, name, text, f"a count, from {least} to 999999")
     return None if text is None else int(text)
 
 

@@ -37,11 +37,6 @@ def gathered(group: Any, size: int, device: torch.device, value: Any) -> list[in
     return found.tolist()
 
 
-def same_on_all_ranks(group: Any, size: int, device: torch.device, value: Any) -> bool:
-    """Whether `repr(value)` is the same on every rank of the group: one small all-gather; True for a group of one."""
-    return size == 1 or len(set(gathered(group, size, device, value))) == 1
-
-
 def attempt(group: Any, size: int, device: torch.device, call: Callable[[], Any]) -> tuple[Any, str | None]:
     """(what `call()` returns, None) where it raises on no rank of the group; else (None, why) on every rank."""
     value = failure = None

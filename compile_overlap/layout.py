@@ -49,12 +49,14 @@ def check_call(ffn: Any, inputs: torch.Tensor) -> Layout:
     require(isinstance(ffn, torch.nn.Module), "ffn", type(ffn).__name__, "a torch.nn.Module")
     require(isinstance(inputs, torch.Tensor), "inputs", type(inputs).__name__, "a tensor [B,T,D]")
     require(inputs.dim() == 3, "inputs.shape", tuple(inputs.shape), "[B,T,D]")
+    require(inputs.layout == torch.strided, "inputs.layout", inputs.layout, "strided")
     require(inputs.dtype in DTYPES, "inputs.dtype", inputs.dtype, "bfloat16, float16 or float32")
-    P = ffn.ep_group_size
-    require(isinstance(P, int) and P >= 1, "ffn.ep_group_size", P, "a positive integer")
+    P = getattr(ffn, "ep_group_size", None)
+    require(_is_positive(P), "ffn.ep_group_size", P, "a positive integer")
     batch, tokens, dim = inputs.shape
     require(batch >= 1, "inputs.shape[0] (B)", batch, "at least 1")
     require(tokens % P == 0 and tokens >= P, "inputs.shape[1] (T)", tokens, f"a multiple of ep_group_size = {P}")
+    _check_parameters(ffn, inputs.device)
     require(ffn.w1.dim() == 3, "ffn.w1.shape", tuple(ffn.w1.shape), "[L,D,2H]")
     L, D, twice_hidden = ffn.w1.shape
     require(dim == D, "inputs.shape[2] (D)", dim, f"the D of ffn.w1, {D}")
@@ -65,11 +67,30 @@ def check_call(ffn: Any, inputs: torch.Tensor) -> Layout:
     for name, shape in expected.items():
         got = tuple(getattr(ffn, name).shape)
         require(got == shape, f"ffn.{name}.shape", got, str(shape))
-    require(ffn.w1.device == inputs.device, "inputs.device", inputs.device, f"the weights' device, {ffn.w1.device}")
     scale = getattr(ffn, "comm_scale", 1)
-    require(isinstance(scale, int) and scale >= 1, "ffn.comm_scale", scale, "a positive integer")
+    require(_is_positive(scale), "ffn.comm_scale", scale, "a positive integer")
     check_group(ffn.ep_group, ffn.ep_index, P)
     return Layout(P=P, B=batch, T=tokens, D=D, H=H)
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _check_parameters(ffn: Any, device: torch.device) -> None:
+    """Validate that `ffn` has its weights and norms, on the inputs' device; a norm's weight or bias may be None."""
+    tensors = {f"ffn.{name}": getattr(ffn, name, None) for name in ("w1", "b1", "wout", "bout")}
+    for name, tensor in tensors.items():
+        require(isinstance(tensor, torch.Tensor), name, type(tensor).__name__, "a tensor")
+    for name in ("norm_x", "norm_gate"):
+        norm = getattr(ffn, name, None)
+        whole = isinstance(norm, torch.nn.Module) and hasattr(norm, "weight") and hasattr(norm, "bias")
+        require(whole, f"ffn.{name}", type(norm).__name__, "a norm with weight and bias")
+        for part in ("weight", "bias"):
+            if getattr(norm, part) is not None:
+                tensors[f"ffn.{name}.{part}"] = getattr(norm, part)
+    for name, tensor in tensors.items():
+        require(tensor.device == device, f"inputs.device = {device}; {name}.device", tensor.device, "the same")
 
 
 def check_group(group: Any, index: Any, size: int) -> None:

@@ -27,6 +27,8 @@ When a buffer may be written again, for calls of a layer one after the other on 
 So one inbox and one buffer of results serve any number of layers and streams; what a caller gets is its own. Signals are
 flags on the device that each wait resets, so that eager calls and replays of a CUDA graph can follow one another. A wait
 never waits for something that is issued after it, on any rank: put -> take -> GEMM -> barrier is the order on each.
+A wait that lasts longer than the group's timeout prints which rank's signal on which channel is missing and ends the
+process's use of its GPU: its next CUDA call raises, which `faults` explains where it can.
 
 Operators carry the layer's alias of its group (`passes.graphs`), by which they find the room.
 """
@@ -90,7 +92,7 @@ def peer_put(
             begin = source.data_ptr() + (peer * tokens + first) * width * size
             _copy_rows(to, begin, piece, pitch, batch, here.sending)
             if place is not None:
-                here.inbox_handle.put_signal(place, channel=chunk)
+                here.inbox_handle.put_signal(place, channel=chunk, timeout_ms=here.timeout_ms)
     here.sent.setdefault(chunk, torch.cuda.Event()).record(here.sending)
     return _nothing(source.dtype, source.device)
 
@@ -117,9 +119,9 @@ def _wait_for_host(here: Room, source: torch.Tensor, chunk: int, hidden: bool) -
     if hidden:
         torch.cuda.current_stream(source.device).wait_event(here.sent[chunk])
         for _, place in here.others:
-            here.inbox_handle.wait_signal(place, channel=chunk)
+            here.inbox_handle.wait_signal(place, channel=chunk, timeout_ms=here.timeout_ms)
     else:
-        here.inbox_handle.barrier(channel=0)
+        here.inbox_handle.barrier(channel=0, timeout_ms=here.timeout_ms)
 
 
 def _take_away(here: Room, chunk: int, rows: torch.Tensor) -> None:
@@ -273,7 +275,7 @@ def _(left, right, bias, bias_form, first, tokens, P, alias):
 def peer_finish(stored: Sequence[torch.Tensor], batch: int, tokens: int, width: int, P: int, alias: str) -> torch.Tensor:
     """Wait until all ranks have stored all their chunks; my results [B,P,L,D], a private copy."""
     here = room(alias)
-    here.results_handle.barrier(channel=0)
+    here.results_handle.barrier(channel=0, timeout_ms=here.timeout_ms)
     results = here.part("results", stored[0].dtype, 0, (batch, P, tokens, width)).clone()
     for key in [key for key in here.away.travelling if key[0] == "out"] if here.away else ():
         rows = here.away.wait(key)

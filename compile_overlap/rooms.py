@@ -67,6 +67,7 @@ class Room:
         self.nbytes, device = self.inbox.numel(), self.inbox.device
         self.size, self.rank, self.domain = dist.get_world_size(group), dist.get_rank(group), domain
         self.per_host = per_host
+        self.timeout_ms = int(1000 * compat.timeout_s(group))  # of a wait for a signal
         self.inboxes = dict(zip(domain, self.inbox_handle.buffer_ptrs))
         self.inbox_addresses = self._addresses(self.inboxes)
         elsewhere = tuple(rank for rank in range(self.size) if rank not in domain)

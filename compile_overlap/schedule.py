@@ -68,8 +68,10 @@ class Plan:
     @classmethod
     def parse(cls, text: str) -> Plan:
         """The plan that `str` wrote. Raises ValueError for any other text."""
-        numbers = r"(\d+(?:,\d+)*) r(\d+) a(\d+) b(\d+) s(\d+)"
-        found = re.fullmatch(numbers + r"( peers)?( own-first)?(?: triton=([a-z0-9,]+))?(?: off=([a-z,-]+))?", text)
+        size, count, name = "[1-9][0-9]{0,8}", "([0-9]{1,9})", "[a-z][a-z0-9-]*"
+        numbers = f"({size}(?:,{size})*) r{count} a{count} b{count} s{count}"
+        names = f"({name}(?:,{name})*)"
+        found = re.fullmatch(f"{numbers}( peers)?( own-first)?(?: triton={names})?(?: off={names})?", text)
         if found is None:
             raise ValueError(f"plan = {text!r}: must be sizes, ratio, ahead and backlog, such as '8,8 r4 a2 b1 s0'")
         sizes, *numbers, peers, own_first, triton, disabled = found.groups()

@@ -16,7 +16,7 @@ from typing import Any, Callable, Iterator
 
 import torch
 
-from . import api, calls, known_plans, notice, plan, probe, transport
+from . import api, calls, faults, known_plans, notice, plan, probe, transport
 from . import group as groups
 from .config import Settings
 from .layout import check_call, require
@@ -61,9 +61,9 @@ def tune(ffn: Any, inputs: torch.Tensor, *, compiled: bool = False, most: int = 
     and where the reference would answer, before any exchange of the layer's.
     """
     layout, settings = check_call(ffn, inputs), Settings.from_environment()
-    arguments = layout, inputs.dtype, torch.is_grad_enabled(), settings, compiled, most, rounds
-    same = groups.same_on_all_ranks(ffn.ep_group, layout.P, inputs.device, arguments)
-    require(same, "tune", arguments, "called alike on every rank of the group")
+    arguments = {"compiled": compiled, "most": most, "rounds": rounds, "settings": settings}
+    training = torch.is_grad_enabled()
+    faults.agree(ffn.ep_group, "tune", {"layout": layout, "dtype": inputs.dtype, "gradients": training, **arguments})
     for name, value in (("most", most), ("rounds", rounds)):
         require(type(value) is int and value >= 1, name, value, "a count of at least 1")
     require(layout.P > 1, "ffn.ep_group_size", layout.P, "at least 2: one rank has nothing to overlap")

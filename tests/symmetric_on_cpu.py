@@ -21,7 +21,6 @@ from compile_overlap.kernels import chunk_gemm_triton, gemm_combine
 
 CHANNELS, MOST_RANKS = 16, 16
 FLAGS = CHANNELS * MOST_RANKS
-PATIENCE_S = 60
 
 
 class Handle:
@@ -31,27 +30,30 @@ class Handle:
         self.maps, self.rank, self.world_size, self.nbytes = maps, rank, len(maps), nbytes
         self.buffer_ptrs = [ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in maps]
 
-    def _flip(self, owner, channel, source, to):
-        """Wait until the flag is not `to`, then make it `to`."""
+    def _flip(self, owner, channel, source, to, timeout_ms):
+        """Wait until the flag is not `to`, then make it `to`. Raises what the next CUDA call does after a trap."""
         at = self.nbytes + channel * MOST_RANKS + source
         begin = time.monotonic()
         while self.maps[owner][at] == to:
-            assert time.monotonic() - begin < PATIENCE_S, f"rank {self.rank} waits for channel {channel} of rank {owner}"
+            if timeout_ms and time.monotonic() - begin > timeout_ms / 1000:
+                waiting = f"to rank {owner}" if to else f"from rank {source}"
+                print(f"[FATAL] rank {self.rank}: no signal {waiting} on channel {channel}", flush=True)
+                raise RuntimeError("CUDA error: unspecified launch failure")
             time.sleep(1e-4)
         self.maps[owner][at] = to
 
-    def put_signal(self, dst_rank, channel=0):
-        self._flip(dst_rank, channel, self.rank, 1)
+    def put_signal(self, dst_rank, channel=0, timeout_ms=0):
+        self._flip(dst_rank, channel, self.rank, 1, timeout_ms)
 
-    def wait_signal(self, src_rank, channel=0):
-        self._flip(self.rank, channel, src_rank, 0)
+    def wait_signal(self, src_rank, channel=0, timeout_ms=0):
+        self._flip(self.rank, channel, src_rank, 0, timeout_ms)
 
-    def barrier(self, channel=0):
+    def barrier(self, channel=0, timeout_ms=0):
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         for rank in others:
-            self.put_signal(rank, channel)
+            self.put_signal(rank, channel, timeout_ms)
         for rank in others:
-            self.wait_signal(rank, channel)
+            self.wait_signal(rank, channel, timeout_ms)
 
 
 class _Files:

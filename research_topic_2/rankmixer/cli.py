@@ -3,6 +3,8 @@
 import argparse
 import sys
 
+from torch.distributed.elastic.multiprocessing import errors
+
 from rankmixer import backends, plans, plugins, record
 from rankmixer.checks import check_shape, compare_full_batch, run_checks
 from rankmixer.ffn import OVERLAP_MODES
@@ -44,11 +46,13 @@ def main(arguments=None):
     return guarded(prepare_run, lambda workload: _run(parser, options, workload))
 
 
+@errors.record
 def guarded(prepare_run, run):
     """Call ``run(prepare_run())``; returns the exit status.
 
     A user's mistake, found while preparing, gives status 2; a failed check gives status 1; both print their message.
-    Any other error keeps its traceback and leaves the process group to torchrun, since peers may still be waiting.
+    Any other error keeps its traceback, which torchrun repeats, and leaves the process group to torchrun, since peers
+    may still be waiting.
     """
     rank = environment_rank()[0]
     try:
@@ -58,7 +62,8 @@ def guarded(prepare_run, run):
         stop_runtime()
         return 2
     try:
-        run(workload)
+        with plugins.watched(workload.runtime.group):
+            run(workload)
         status = 0
     except AssertionError as error:
         print(f"AssertionError (rank {rank}): {error}", file=sys.stderr, flush=True)

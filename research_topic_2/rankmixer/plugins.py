@@ -4,6 +4,7 @@
 ``overlap-src/`` is on the search path.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 PLUGIN_VARIABLE = "A2A_FFN_KERNEL_PLUGIN"
 DEFAULT_PLUGIN = "kernel_overlap_plugin"
 PLUGIN_FOLDER = Path(__file__).resolve().parent.parent / "overlap-src"
+_loaded = []  # the plugin's module, once there is one
 
 
 def plugin_name():
@@ -43,6 +45,12 @@ def load_plan_of():
     return _function("plan_of")
 
 
+def watched(group):
+    """Around a run: ``watched(group)`` of a plugin that is in use, whose errors name the rank at fault, or nothing."""
+    watch = getattr(_loaded[0], "watched", None) if _loaded else None
+    return watch(group) if watch else contextlib.nullcontext()
+
+
 def _required(name, signature):
     function = _function(name)
     if function is None:
@@ -59,6 +67,7 @@ def _function(name):
     except Exception as cause:
         raise ImportError(f"{PLUGIN_VARIABLE}={plugin!r} cannot be imported ({type(cause).__name__}: {cause}); allowed "
                           f"are an importable module or the path of a .py file") from cause
+    _loaded[:] = [module]
     function = getattr(module, name, None)
     return function if callable(function) else None
 

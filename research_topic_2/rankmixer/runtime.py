@@ -1,11 +1,15 @@
 """Process setup from torchrun's environment, and the few group operations that the tools share."""
 
 import ctypes
+import datetime
 import os
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+
+TIMEOUT_VARIABLE = "A2A_TIMEOUT_S"
 
 
 @dataclass(frozen=True)
@@ -67,17 +71,40 @@ def choose_device(name):
     return torch.device("cuda", local_rank)
 
 
+def group_timeout():
+    """How long ranks wait for each other: ``A2A_TIMEOUT_S`` in seconds, or None, torch's own (gloo 30 min, NCCL 10).
+
+    Raises:
+        ValueError: the variable is not a number of seconds, at least 1 and at most a day.
+    """
+    text = os.environ.get(TIMEOUT_VARIABLE)
+    if not text:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 1 <= seconds <= 86400:
+        raise ValueError(f"{TIMEOUT_VARIABLE}={text!r}: must be a number of seconds, from 1 to 86400")
+    return datetime.timedelta(seconds=seconds)
+
+
 def start_runtime(device):
-    """Select the device and, under torchrun, initialise the process group (NCCL on CUDA, gloo on CPU)."""
+    """Select the device and, under torchrun, initialise the process group (NCCL on CUDA, gloo on CPU).
+
+    Raises:
+        ValueError: of `group_timeout`.
+    """
+    timeout = group_timeout()
     rank, world_size, _ = environment_rank()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if "RANK" not in os.environ:
         return Runtime(rank, world_size, device, None)
     if device.type == "cuda":
-        dist.init_process_group("nccl", device_id=device)
+        dist.init_process_group("nccl", device_id=device, timeout=timeout)
     else:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=timeout)
     return Runtime(rank, world_size, device, dist.group.WORLD)
 
 

@@ -5,7 +5,8 @@ modes, and variants of them as ``mode:variant``, measured in one run, see compar
 see results_file.py), ``overlap-measurement`` (a comparison with figures of what was hidden, and of device traces, see
 scripts/measure.py), ``planner`` (all candidate plans of many shapes, see scripts/judge_planner.py), ``splits`` (the
 local computation in parts on one device, see scripts/splits.py). ``calibration`` and ``simulation``
-(scripts/calibrate.py, scripts/simulate.py) hold what was simulated, and say so: ``simulated`` is true.
+(scripts/calibrate.py, scripts/simulate.py) hold what was simulated, and say so: ``simulated`` is true. ``faults`` is
+what a fault of one rank led to (scripts/faults.py), ``endurance`` what many calls left behind (scripts/endurance.py).
 """
 
 import math
@@ -29,6 +30,12 @@ _SPLITS = {**_ANY, "configuration": dict, "environment": dict, "recipe": str, "b
 _CALIBRATION = {**_ANY, "fitted": dict, "fitted_on": list, "judged": list, "configurations": dict,
                 "median_error": float, "median_error_of_configurations": float, "median_error_of_overlapped": float}
 _SIMULATION = {**_ANY, "calibration": str, "cases": list}
+_FAULTS = {**_ANY, "environment": dict, "world_size": int, "timeout_s": float, "faults": list}
+_FAULT = {"name": str, "fault": str, "at_fault": int, "ranks": list, "left_over": dict, "rerun": dict, "problems": list}
+_SEEN = {"rank": int, "status": int, "seconds": (float, type(None)), "message": str}
+_ENDURANCE = {**_ANY, "environment": dict, "world_size": int, "calls": int, "configurations": int, "kept": int,
+              "ranks": list, "bounds": dict}
+_COUNTS = dict.fromkeys(("resident_bytes", "device_bytes", "files", "layers", "compilations"), int)
 _VARIANTS = {"variants": dict, "failed": dict}  # of a comparison, absent from older records
 _STATISTICS = ("mean_s", "p50_s", "p90_s", "p99_s", "max_rank_median_s")
 
@@ -39,21 +46,33 @@ def validate(record):
     Raises:
         ValueError: naming the field, its value and what is allowed.
     """
+    if not isinstance(record, dict):
+        raise ValueError(f"record={record!r}: must be an object")
     kind = record.get("kind")
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise ValueError(f"kind={kind!r}: allowed are {', '.join(_KINDS)}")
     fields, check = _KINDS[kind]
-    for name, expected in fields.items():
-        if name not in record:
-            raise ValueError(f"record field {name!r} is missing")
-        if not isinstance(record[name], expected) or isinstance(record[name], bool):
-            raise ValueError(f"record field {name}={record[name]!r}: must be {expected}")
+    _require_fields("record", record, fields)
     if record["schema"] != SCHEMA_VERSION:
         raise ValueError(f"schema={record['schema']}: must be {SCHEMA_VERSION}")
     if "pass" in fields and record["pass"] not in PASSES:
         raise ValueError(f"pass={record['pass']!r}: allowed are {', '.join(PASSES)}")
-    check(record)
+    try:
+        check(record)
+    except (AttributeError, ArithmeticError, LookupError, TypeError) as error:
+        raise ValueError(f"kind={kind!r}: some field is not what such a record holds ({error!r})") from error
     return record
+
+
+def _require_fields(name, value, fields):
+    """Raise ValueError unless ``value`` is an object with these fields, each of its type or one of them."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{name}={value!r}: must be an object")
+    for field, expected in fields.items():
+        if field not in value:
+            raise ValueError(f"{name} field {field!r} is missing")
+        if not isinstance(value[field], expected) or isinstance(value[field], bool):
+            raise ValueError(f"{name} field {field}={value[field]!r}: must be {expected}")
 
 
 def _check_single(record):
@@ -138,6 +157,32 @@ def _check_simulated(record):
             raise ValueError(f"{row!r}: must hold finite times of at least 0 seconds")
 
 
+def _check_faults(record):
+    """Every fault is of one of the ranks, and says what each of them saw."""
+    for row in record["faults"]:
+        _require_fields("faults", row, _FAULT)
+        for seen in row["ranks"]:
+            _require_fields(f"faults.{row['name']}.ranks", seen, _SEEN)
+        ranks = [seen["rank"] for seen in row["ranks"]]
+        if ranks != list(range(record["world_size"])) or row["at_fault"] not in ranks:
+            raise ValueError(f"faults.{row['name']}: ranks {ranks} and at_fault {row['at_fault']}: must be of "
+                             f"{record['world_size']} rank(s)")
+
+
+def _check_endurance(record):
+    """Every rank's counts after the first calls and after the last; the growth of each is within its bound."""
+    if len(record["ranks"]) != record["world_size"]:
+        raise ValueError(f"ranks={record['ranks']!r}: must be of {record['world_size']} rank(s)")
+    _require_fields("bounds", record["bounds"], _COUNTS)
+    for rank in record["ranks"]:
+        for moment in ("warm", "last"):
+            _require_fields(f"ranks.{moment}", rank[moment], _COUNTS)
+        for name, bound in record["bounds"].items():
+            growth = rank["last"][name] - rank["warm"][name]
+            if growth > bound:
+                raise ValueError(f"{name} grew by {growth}: must be at most {bound}")
+
+
 def _check_variants(record):
     for name, expected in _VARIANTS.items():
         if not isinstance(record.get(name, {}), expected):
@@ -198,4 +243,5 @@ _KINDS = {
     "comparison": (_COMPARISON, _check_comparison), "overlap-measurement": (_OVERLAP, _check_hiding),
     "planner": (_PLANNER, _check_planner), "splits": (_SPLITS, _check_splits),
     "calibration": (_CALIBRATION, _check_simulated), "simulation": (_SIMULATION, _check_simulated),
+    "faults": (_FAULTS, _check_faults), "endurance": (_ENDURANCE, _check_endurance),
 }

@@ -202,7 +202,7 @@ def _tuned(folder, rank):
     with pytest.raises(ValueError, match="A2A_FFN_CHUNKS = 2: must be unset to tune"):
         compile_overlap.tune(ffn, x)
     del os.environ["A2A_FFN_CHUNKS"]
-    with pytest.raises(ValueError, match="called alike on every rank"):
+    with pytest.raises(ValueError, match="tune: must be the same on every rank of the group, but"):
         compile_overlap.tune(ffn, x, rounds=3 + rank)
 
     def fails(ffn, inputs, problem, chosen):

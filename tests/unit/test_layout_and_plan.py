@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import compile_overlap
-from compile_overlap import compiler, plan
+from compile_overlap import plan
 from compile_overlap.config import Settings
 from compile_overlap.layout import Layout, check_call
 from compile_overlap.notice import Delegated
@@ -78,12 +78,6 @@ def test_borders_on_cpu_keep_whole_vector_steps():
 def test_one_rank_has_one_chunk_unless_asked_otherwise():
     assert plan.chunk_sizes(32, 1, Settings()) == (32,)
     assert plan.chunk_sizes(32, 1, Settings(chunks=2)) == (16, 16)
-
-
-def test_more_configurations_than_the_bound_raise(monkeypatch):
-    monkeypatch.setattr(compiler, "MAX_LAYERS", 0)
-    with pytest.raises(RuntimeError, match="holds 0 compiled configurations"):
-        compiler.new_layer(("another",), {})
 
 
 def test_settings_from_the_environment(monkeypatch):

@@ -1,0 +1,249 @@
+"""A fault of one rank ends in an error on every other one that names it, within the group's timeout and a grace."""
+
+import datetime
+import functools
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from compile_overlap import api, faults
+from compile_overlap.layout import Layout
+
+ROOT = Path(__file__).resolve().parents[2]
+RANKS, TIMEOUT_S, LIMIT_S = 3, 3, 100
+OTHER = 1  # the rank at fault, unless a test says otherwise
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["torch", "torch.distributed", "torch._inductor.compile_fx"])
+
+
+def _on_ranks(job, folder, ending=range(RANKS), port=0):
+    """What `job(rank)` returns on the ranks that are to end; the others are killed afterwards."""
+    processes = [_FORKS.Process(target=_rank, args=(job, rank, folder, tuple(ending), port)) for rank in range(RANKS)]
+    for process in processes:
+        process.start()
+    for rank in ending:
+        processes[rank].join(LIMIT_S)
+    hung = [rank for rank in ending if processes[rank].exitcode is None]
+    for process in processes:
+        process.kill()
+        process.join()
+    assert not hung
+    assert all(processes[rank].exitcode == 0 for rank in ending)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in ending]
+
+
+def _rank(job, rank, folder, ending, port):
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    torch.set_num_threads(1)
+    limit = datetime.timedelta(seconds=LIMIT_S)
+    connect = functools.partial(dist.TCPStore, "127.0.0.1", world_size=RANKS, timeout=limit)
+    if rank == 0:
+        store = connect(port=port, is_master=True, wait_for_workers=False)
+        _write(folder / "port", str(store.port))
+    else:
+        store = connect(port=int(_read(folder / "port")), is_master=False)
+    timeout = datetime.timedelta(seconds=TIMEOUT_S)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timeout)
+    torch.save(job(rank), folder / f"{rank}.pt")
+    _write(folder / f"done-{rank}", "")
+    for other in ending if rank == 0 else ():  # the store is this process's
+        _read(folder / f"done-{other}")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _write(path, text):
+    path.with_suffix(".part").write_text(text)
+    path.with_suffix(".part").rename(path)
+
+
+def _read(path):
+    while not path.exists():
+        time.sleep(0.01)
+    return path.read_text()
+
+
+def _error(call):
+    """What a call raises, as text."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _agree(rows=2, dtype=torch.float32):
+    api.agree_on_call(None, Layout(RANKS, rows, 6, 8, 16), dtype, None)
+
+
+def _ffn(rank):
+    """A layer that the reference answers, so that nothing is compiled."""
+    from archive_double import ArchiveFFN
+
+    torch.manual_seed(rank)
+    ffn = ArchiveFFN(6, 8, 2, group=dist.group.WORLD, size=RANKS, index=rank)
+    ffn.gemm_backend = "none of ours"
+    return ffn
+
+
+def _together(rank):
+    """Faults after which the group is as it was."""
+    os.environ["A2A_FFN_KERNEL_PLUGIN"] = "compile_overlap"
+    faulty, found = rank == OTHER, {}
+    found["shape"] = _error(lambda: _agree(2 + faulty))
+    found["dtype"] = _error(lambda: _agree(dtype=torch.float16 if faulty else torch.float32))
+    os.environ["A2A_FFN_CHUNKS"] = "2" if faulty else "4"
+    found["plan"] = _error(_agree)
+    os.environ["A2A_FFN_CHUNKS"] = "4"
+    usual = faults.versions()
+    faults.versions = lambda: {**usual, "torch": "1.0"} if faulty else usual
+    found["version"] = _error(_agree)
+    faults.versions = lambda: usual
+    found["all alike"] = _error(_agree)
+    board = faults._board(None)
+    agreed = board.agreed
+    _agree()
+    found["nothing is asked again"] = board.agreed == agreed
+    ffn, inputs = _ffn(rank), torch.randn(2, 6, 8)
+    wide = torch.randn(2, 6, 9)
+    found["raises"] = _error(lambda: ffn(wide if faulty else inputs, overlap="kernel"))
+    with torch.no_grad():
+        found["and goes on"] = torch.equal(ffn(inputs, overlap="kernel"), ffn(inputs))
+    found["all raise"] = _error(lambda: ffn(wide, overlap="kernel"))
+    with torch.no_grad():
+        found["and go on"] = torch.equal(ffn(torch.cat((inputs, inputs)), overlap="kernel")[:2], ffn(inputs))
+    return found
+
+
+def test_ranks_that_differ_and_ranks_that_raise_are_named(tmp_path):
+    results = _on_ranks(_together, tmp_path)
+    for rank, found in enumerate(results):
+        for name, what, own, others in (
+            ("shape", "inputs.shape", "(3, 6, 8)", "(2, 6, 8)"),
+            ("dtype", "dtype", "torch.float16", "torch.float32"),
+            ("plan", "A2A_FFN_CHUNKS", "2", "4"),
+            ("version", "torch", "1.0", torch.__version__),
+        ):
+            text = found[name]
+            values = f"{what} is {others} on ranks 0, 2, {own} on rank 1"
+            expected = f"must be the same on every rank of the group, but {values}"
+            assert text.startswith("ValueError: ") and text.endswith(expected), text
+        assert found["all alike"] == ""
+        assert found["nothing is asked again"] and found["and goes on"] and found["and go on"]
+        text, wide = found["raises"], "ValueError: inputs.shape[2] (D) = 9: must be the D of ffn.w1, 8"
+        if rank == OTHER:
+            assert text == wide
+        else:
+            call = "forward_ffn(inputs (2, 6, 9), torch.float32)"
+            assert text.startswith(f"RankFault: rank 1 failed in {call}: {wide}"), text
+        assert found["all raise"] == wide
+
+
+def _late(rank):
+    """One rank never comes to agree."""
+    if rank == OTHER:
+        return None
+    return _error(lambda: _ffn(rank)(torch.randn(2, 6, 8), overlap="kernel"))
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path):
+    results = _on_ranks(_late, tmp_path)
+    for text in (results[0], results[2]):
+        named = r"RankFault: rank 1 died or stalled: no word within 3 s.* rank 1 did not come to agree on forward_ffn"
+        assert re.match(named, text), text
+
+
+def _exchange():
+    received = torch.empty(RANKS, 2)
+    dist.all_to_all_single(received, torch.ones(RANKS, 2))
+
+
+def _watched(fault, at_fault, rank):
+    """A step in which one rank, after a good exchange, does what `fault` says, where the others exchange again."""
+    _exchange()
+
+    def step():
+        with faults.watched():
+            if rank == at_fault:
+                fault()
+            _exchange()
+
+    return _error(step)
+
+
+def _raises():
+    raise KeyError("no such batch")
+
+
+def _raises_and_leaves(rank):
+    found = _watched(_raises, OTHER, rank)
+    dist.destroy_process_group() if rank == OTHER else None
+    return found
+
+
+def test_a_rank_that_raises_in_a_step_is_named_with_its_reason(tmp_path):
+    results = _on_ranks(_raises_and_leaves, tmp_path)
+    assert results[OTHER] == "KeyError: 'no such batch'"
+    for text in (results[0], results[2]):
+        assert text.startswith("RankFault: rank 1 failed in a step: KeyError: 'no such batch'. Rank "), text
+
+
+def _kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _healthy(rank):
+    _exchange()
+    return True
+
+
+@pytest.mark.parametrize("fault, at_fault", [(_kill, OTHER), (_stop, OTHER), (_stop, 0)])
+def test_a_rank_that_dies_or_stalls_is_named(fault, at_fault, tmp_path):
+    """Rank 0's process holds the store: where it stalls, nobody can be asked, and nobody waits for it."""
+    ending = [rank for rank in range(RANKS) if rank != at_fault]
+    results = _on_ranks(functools.partial(_watched, fault, at_fault), tmp_path, ending)
+    for text in results:
+        named = "rank 1 died or stalled" if at_fault else "the group's store is lost, whose process (rank 0"
+        assert text.startswith("RankFault: ") and named in text and "gloo" in text, text
+    again = tmp_path / "again"
+    again.mkdir()
+    assert _on_ranks(_healthy, again, port=int(_read(tmp_path / "port"))) == [True] * RANKS
+
+
+def _silent_peer(folder, rank):
+    """Rows travel through the peers' memory, and one rank sends none."""
+    import symmetric_on_cpu
+
+    from compile_overlap import peers, rooms
+
+    symmetric_on_cpu.install(folder)
+    assert rooms.make_room(None, RANKS, 1 << 20, torch.device("cpu")) is None
+    alias = f"compile_overlap[2 r1 a2 b1 s0 peers]:{dist.group.WORLD.group_name}"
+    source = torch.ones(2, RANKS, 2, 8).half()
+
+    def step():
+        with faults.watched():
+            if rank == OTHER:
+                _stop()
+            token = peers.peer_put(source, 0, 0, 2, RANKS, True, alias)
+            peers.peer_take(token, source, 0, 0, 2, RANKS, True, False, alias)
+
+    return _error(step)
+
+
+def test_a_peer_whose_signal_does_not_come_is_named(tmp_path):
+    results = _on_ranks(functools.partial(_silent_peer, str(tmp_path)), tmp_path, [0, 2])
+    for text in results:
+        assert text.startswith("RankFault: rank 1 died or stalled") and "CUDA error" in text, text

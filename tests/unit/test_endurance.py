@@ -1,0 +1,78 @@
+"""Calls whose shapes change leave nothing behind: layers, answers, memory and file handles stay within their bounds."""
+
+import gc
+import os
+import weakref
+
+import pytest
+import torch
+from archive_double import ArchiveFFN
+
+import compile_overlap
+from compile_overlap import calls, compiler
+
+CALLS, WARM = 300, 60
+MOST_GROWTH = 8 << 20  # bytes; the allocator's arenas settle within it
+
+
+@pytest.fixture
+def ffn(monkeypatch):
+    monkeypatch.setenv("A2A_FFN_RECIPE", "eager_exact")
+    monkeypatch.setenv("A2A_FFN_BIAS", "add")
+    monkeypatch.setenv("A2A_FFN_CHUNKS", "2")
+    monkeypatch.setenv("A2A_FFN_STRICT", "1")
+    compile_overlap.reset()
+    torch.manual_seed(0)
+    yield ArchiveFFN(4, 16, 2)
+    compile_overlap.reset()
+
+
+def _resident():
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _compiled_functions():
+    """What Dynamo keeps of compiled code, as globals of the function that it compiled."""
+    gc.collect()
+    return sum(name.startswith("__compiled_fn") for name in vars(compiler))
+
+
+def _answers():
+    return sum(len(answers) for known in calls._ANSWERS.values() for answers in known.values())
+
+
+def test_calls_leave_nothing_behind(ffn):
+    """Two batch sizes, and one of them with backward, in turn."""
+    compiled, before = torch._dynamo.utils.counters["stats"], None
+    for call in range(CALLS):
+        x = torch.randn(2 + (call % 3 == 1), 4, 16)
+        if call % 3:
+            with torch.no_grad():
+                ffn(x, overlap="kernel")
+        else:
+            ffn(x.requires_grad_(), overlap="kernel").sum().backward()
+            ffn.zero_grad(set_to_none=True)
+        if call == WARM:
+            gc.collect()
+            before = compiled["unique_graphs"], len(os.listdir("/proc/self/fd")), _resident()
+    gc.collect()
+    graphs, handles, resident = before
+    assert (compiled["unique_graphs"], len(os.listdir("/proc/self/fd"))) == (graphs, handles)
+    assert len(compiler._LAYERS) == _answers() == 3
+    assert _resident() - resident < MOST_GROWTH
+
+
+def test_the_oldest_layer_is_dropped_and_freed(ffn, monkeypatch, caplog):
+    monkeypatch.setattr(compiler, "MAX_LAYERS", 2)
+    made, before = [], _compiled_functions()
+    real = compiler.new_layer
+    monkeypatch.setattr(compiler, "new_layer", lambda *a: made.append(weakref.ref(real(*a))) or made[-1]())
+    with torch.no_grad():
+        for rows in (2, 3, 2, 4, 3, 2):  # 4 drops 2's, and the last 2 drops 3's although it was used last
+            x = torch.randn(rows, 4, 16)
+            assert torch.equal(ffn(x, overlap="kernel"), ffn(x))
+            assert len(compiler._LAYERS) == _answers() <= 2
+    assert [layer() is None for layer in made] == [True, True, False, False]
+    assert _compiled_functions() == before + 2
+    assert caplog.text.count("the oldest is dropped") == 1
