@@ -62,7 +62,7 @@ def guarded(prepare_run, run):
         stop_runtime()
         return 2
     try:
-        with plugins.watched(None):
+        with plugins.watched():
             run(workload)
         status = 0
     except AssertionError as error:

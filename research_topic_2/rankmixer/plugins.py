@@ -45,10 +45,10 @@ def load_plan_of():
     return _function("plan_of")
 
 
-def watched(group):
-    """Around a run: ``watched(group)`` of a plugin that is in use, whose errors name the rank at fault, or nothing."""
+def watched():
+    """Around a run: ``watched()`` of a plugin that is in use, whose errors name the rank at fault, or nothing."""
     watch = getattr(_loaded[0], "watched", None) if _loaded else None
-    return watch(group) if watch else contextlib.nullcontext()
+    return watch() if watch else contextlib.nullcontext()
 
 
 def _required(name, signature):

@@ -37,24 +37,25 @@ class Listings(TableMaker):
         return self.shown(("record", "pass", "choice", "time over the best", "shapes", "commit"), rows, sources)
 
     def faults(self) -> str:
-        """What went wrong on one rank, what the first other one said and after how long, and what was left over."""
+        """What went wrong on one rank, what the first other one said, after how long all ended, and what was left over."""
         rows = []
         with self.table_of("faults") as sources:
             for record in self.results.of_kind("faults"):
                 for index, fault in enumerate(record.get("faults")):
                     path = "faults", index
-                    slowest = max(range(len(fault["ranks"])), key=lambda rank: fault["ranks"][rank]["seconds"])
+                    others = [rank for rank in range(len(fault["ranks"])) if rank != fault["at_fault"]]
+                    slowest = max(others, key=lambda rank: fault["ranks"][rank]["seconds"])
                     rows.append(
                         (
                             _inline(record.cite("text", (*path, "fault"))),
-                            _inline(record.cite("text", (*path, "ranks", 0, "message"), missing="")),
+                            _inline(record.cite("text", (*path, "ranks", others[0], "message"), missing="")),
                             record.cite("value", (*path, "ranks", slowest, "seconds"), form="3"),
                             _inline(record.cite("joined", (*path, "problems"))),
                             "works" if fault["rerun"]["ok"] else "fails",
                             record.commit(),
                         )
                     )
-        head = ("a rank", "what the first rank says", "all ended after s", "left over", "a run afterwards", "commit")
+        head = ("a rank", "what the first other rank says", "the others ended after s", "left over", "a run afterwards", "commit")
         return self.shown(head, rows, sources)
 
     def notes(self) -> str:

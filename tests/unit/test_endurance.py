@@ -1,16 +1,21 @@
 """Calls whose shapes change leave nothing behind: layers, answers, memory and file handles stay within their bounds."""
 
+import copy
 import gc
+import json
 import os
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 from archive_double import ArchiveFFN
+from rankmixer import record
 
 import compile_overlap
 from compile_overlap import calls, compiler
 
+RECORD = Path(__file__).resolve().parents[2] / "reports" / "results" / "cpu-faults" / "endurance.json"
 CALLS, WARM = 300, 60
 MOST_GROWTH = 8 << 20  # bytes; the allocator's arenas settle within it
 
@@ -76,3 +81,13 @@ def test_the_oldest_layer_is_dropped_and_freed(ffn, monkeypatch, caplog):
     assert [layer() is None for layer in made] == [True, True, False, False]
     assert _compiled_functions() == before + 2
     assert caplog.text.count("the oldest is dropped") == 1
+
+
+@pytest.mark.parametrize("count", ["resident_bytes", "files", "layers", "compilations"])
+def test_growth_beyond_its_bound_is_refused(count):
+    content = json.loads(RECORD.read_text())
+    assert record.validate(content)["calls"] >= 10000
+    changed = copy.deepcopy(content)
+    changed["ranks"][-1]["last"][count] += content["bounds"][count] + 2**20
+    with pytest.raises(ValueError, match=f"{count} grew by"):
+        record.validate(changed)
