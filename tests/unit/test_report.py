@@ -186,15 +186,16 @@ OTHERS = {
     "simulated/calibration": {"kind": "calibration", "median_error": 0.0312, "judged": [
         {"configuration": "some.json", "mode": "none", "measured_s": 0.004, "simulated_s": 0.0041, "error": 0.025}]},
     "some-faults/faults": {"kind": "faults", "environment": ENVIRONMENT, "faults": [
-        {"fault": "is killed", "problems": [], "rerun": {"ok": True}, "ranks": [
-            {"seconds": 1.5, "message": "rank 2 | died"}, {"seconds": 12.25, "message": None}]}]},
+        {"fault": "is killed", "at_fault": 0, "problems": [], "rerun": {"ok": True}, "ranks": [
+            {"seconds": None, "message": ""}, {"seconds": 1.5, "message": "rank 0 | died"},
+            {"seconds": 12.25, "message": None}]}]},
     "gpu/planner": {"kind": "planner", "environment": ENVIRONMENT, "pass": "forward", "shapes": [[1], [2]],
                     "geometric_means": {"planner": 1.0123}},
 }  # fmt: skip
 ROWS = ["| H200 | 8 | 1 |  | forward | collectives | 5.000 | 4.000 | 1.25 | 0.300 | 75 % |",
         "| H200 | 16 | 2 | 8 | forward | collectives | 6.123 | 4.000 | 1.53 | 0.300 | 75 % |",
         "| `H20` | 2 | 0.01235 |  |", "| `some.json` | `none` | 4.000 | 4.100 | +2.5 % |", "the median error is\n3.1 %.",
-        "| is killed | rank 2 \\| died | 12.2 | nothing | works | aaaaaaa |",
+        "| is killed | rank 0 \\| died | 12.2 | nothing | works | aaaaaaa |",
         "| `gpu/planner.json` | forward | `planner` | 1.012 | 2 | aaaaaaa |"]  # fmt: skip
 
 
