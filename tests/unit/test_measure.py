@@ -13,7 +13,6 @@ from compile_overlap.layout import Layout
 from compile_overlap.measure import Call, Times, calls_of, combine, slowest, time_figures, trace_figures
 from compile_overlap.measure.critical_path import by_kind, critical_path
 from compile_overlap.measure.events import Event, kind_of, on_streams
-from compile_overlap.measure.intervals import common, length, union, without
 from compile_overlap.measure.naming import named, schedules_of
 from compile_overlap.measure.perfetto import chrome_trace
 from compile_overlap.measure.picture import draw
@@ -27,33 +26,6 @@ NVJET, SEND_RECV = (
     "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)",
 )
 EPILOGUE = "triton_red_fused_add_mul_native_layer_norm_silu_split_unsqueeze_4"
-
-spans = st.lists(
-    st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda pair: (pair[0], pair[0] + pair[1])), max_size=12
-)
-
-
-def bitmap(merged):
-    return {tick for begin, end in merged for tick in range(begin, end)}
-
-
-@given(spans, spans)
-@settings(max_examples=300, deadline=None)
-def test_intervals_are_sets_of_ticks(left, right):
-    merged, other = union(left), union(right)
-    for found, ticks in (
-        (merged, bitmap(left)),
-        (common(merged, other), bitmap(left) & bitmap(right)),
-        (without(merged, other), bitmap(left) - bitmap(right)),
-    ):
-        assert bitmap(found) == ticks and length(found) == len(ticks)
-        assert all(begin < end for begin, end in found)
-    assert all(end < begin for (_, end), (begin, _) in zip(merged, merged[1:]))
-
-
-def test_a_span_that_ends_before_it_begins_is_refused():
-    with pytest.raises(ValueError, match=r"span = \(3, 2\)"):
-        union([(3, 2)])
 
 
 @pytest.mark.parametrize("name, kind", [
