@@ -161,8 +161,7 @@ if triton is not None:
             low += bias_low
             high += bias_high
             if ROUNDED:
-                low = low.to(like.dtype.element_ty).to(tl.float32)
-                high = high.to(like.dtype.element_ty).to(tl.float32)
+                low, high = _two(_pack(low, high, like), like)
         return low, high
 
     @triton.jit
