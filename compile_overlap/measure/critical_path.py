@@ -11,9 +11,11 @@ chain to do:
 The parts tile the call from its first event's begin to its last one's end.
 
 Dependencies come from the trace (`kineto.Call.dependencies`): the order on each stream, and the waits between streams.
-Where the trace has none they are inferred: an event follows the previous one of its own side (computation or
-communication), and the last of the other side to end before it began. An event can be taken for a cause then that only
+Where the trace has none they are inferred: an event follows the previous one of its own stream, and of each side
+(computation or communication) the last to end before it began. An event can be taken for a cause then that only
 happened to end in a gap, so that communication's part of the path is an upper bound.
+
+A cause that ends after what waited for it, by the clocks of two engines, has its end cut to the other's.
 
 Limits: the path stays on one rank. What an exchange or a barrier waited for on another one is part of its own time,
 and a host that waits for another rank is `host`.
@@ -21,6 +23,7 @@ and a host that waits for another rank is `host`.
 
 from __future__ import annotations
 
+import heapq
 from typing import NamedTuple, Sequence
 
 from .events import Event
@@ -46,12 +49,13 @@ def critical_path(events: Sequence[Event], dependencies: Sequence[Sequence[int]]
         raise ValueError(f"dependencies of {len(dependencies)} events: must be of the {len(events)} events")
     earlier = inferred(events) if dependencies is None else dependencies
     parts: list[Part] = []
+    seen: set[int] = set()  # dependencies that run in a circle end the path
     first = min(event.begin for event in events)
     index, end = max(range(len(events)), key=lambda i: events[i].end), max(event.end for event in events)
     while True:
-        causes = [i for i in earlier[index] if events[i].end < end]
-        cause = max(causes, key=lambda i: events[i].end, default=None)
-        before = first if cause is None else max(first, events[cause].end)
+        seen.add(index)
+        cause = max((i for i in earlier[index] if i not in seen), key=lambda i: events[i].end, default=None)
+        before = first if cause is None else max(first, min(end, events[cause].end))
         begin = min(end, max(events[index].begin, before))
         parts.append(Part(index, events[index].kind, begin, end))
         if before < begin:
@@ -68,17 +72,22 @@ def _reason(event: Event, since: float) -> str:
 
 
 def inferred(events: Sequence[Event]) -> list[list[int]]:
-    """For each event its previous one on the same side, and the last of the other side that ended before it began."""
-    order = sorted(range(len(events)), key=lambda i: (events[i].begin, events[i].end))
+    """For each event the previous one on its stream, and of each side the last that ended before it began."""
     found: list[list[int]] = [[] for _ in events]
-    for place, index in enumerate(order):
-        event, before = events[index], order[:place]
-        same = [i for i in before if events[i].computes == event.computes]
-        other = [
-            i for i in before
-            if events[i].computes != event.computes and events[i].end <= event.begin + _TOLERANCE_US
-        ]  # fmt: skip
-        found[index] = same[-1:] + sorted(other, key=lambda i: events[i].end)[-1:]
+    begun: list[tuple[float, int]] = []  # a heap of (end, index): what has begun and not yet ended
+    ended: dict[bool, int] = {}  # of each side, the last to end
+    previous: dict[tuple[int | None, bool], int] = {}  # on each stream; of each side, where streams are not known
+    for index in sorted(range(len(events)), key=lambda i: (events[i].begin, events[i].end)):
+        event = events[index]
+        while begun and begun[0][0] <= event.begin + _TOLERANCE_US:
+            end, other = heapq.heappop(begun)
+            side = events[other].computes
+            if side not in ended or end >= events[ended[side]].end:
+                ended[side] = other
+        stream = event.stream, event.computes
+        found[index] = sorted({*ended.values(), previous.get(stream, index)} - {index})
+        previous[stream] = index
+        heapq.heappush(begun, (event.end, index))
     return found
 
 

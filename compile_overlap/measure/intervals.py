@@ -40,11 +40,12 @@ def common(left: list[Span], right: list[Span]) -> list[Span]:
 
 def without(left: list[Span], right: list[Span]) -> list[Span]:
     """Where the first of two merged sets is and the second is not."""
-    kept = []
+    kept, first = [], 0
     for begin, end in left:
-        for other_begin, other_end in right:
-            if other_end <= begin:
-                continue
+        while first < len(right) and right[first][1] <= begin:
+            first += 1
+        for i in range(first, len(right)):
+            other_begin, other_end = right[i]
             if other_begin >= end:
                 break
             if other_begin > begin:

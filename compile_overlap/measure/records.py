@@ -25,15 +25,16 @@ def call_from_record(record: dict[str, Any]) -> Call:
     events = tuple(_from_json(index, kernel) for index, kernel in enumerate(kernels))
     if any(later.begin < earlier.begin for earlier, later in zip(events, events[1:])):
         raise ValueError("kernels: must be in the order of their begin")
-    dependencies = record.get("dependencies")
-    if dependencies is not None:
-        numbers = {number for each in dependencies for number in each}
-        if len(dependencies) != len(events) or not numbers <= set(range(len(events))):
-            raise ValueError(
-                f"dependencies = {str(dependencies)[:80]}: must be indices of events, for each of {len(events)}"
-            )
-        dependencies = tuple(tuple(each) for each in dependencies)
-    return Call(events, 0.0, dependencies)
+    return Call(events, 0.0, _dependencies(record.get("dependencies"), len(events)))
+
+
+def _dependencies(listed: Any, count: int) -> tuple[tuple[int, ...], ...] | None:
+    if listed is None:
+        return None
+    lists = isinstance(listed, list) and len(listed) == count and all(isinstance(each, list) for each in listed)
+    if not lists or not all(type(index) is int and 0 <= index < count for each in listed for index in each):
+        raise ValueError(f"dependencies = {str(listed)[:80]}: must be indices of events, for each of {count}")
+    return tuple(map(tuple, listed))
 
 
 def _to_json(event: Event) -> dict[str, Any]:
@@ -53,10 +54,16 @@ def _from_json(index: int, kernel: Any) -> Event:
     try:
         begin, duration = float(kernel["begin_us"]), float(kernel["duration_us"])
         kind = kernel.get("kind") or kind_of(kernel["name"])
-        optional = (kernel.get(key) for key in ("stream", "launched_us", "label"))
-        event = Event(str(kernel["name"]), kind, begin, begin + duration, *optional)
+        stream, launched, label = (kernel.get(key) for key in ("stream", "launched_us", "label"))
+        event = Event(str(kernel["name"]), kind, begin, begin + duration, stream, launched, label)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{problem}: must have name, begin_us and duration_us") from error
-    if event.kind not in KINDS or not duration >= 0 or not math.isfinite(begin + duration):
-        raise ValueError(f"{problem}: must be of a known kind, with finite times")
+    if event.kind not in KINDS or not (begin >= 0 and duration >= 0) or not math.isfinite(begin + duration):
+        raise ValueError(f"{problem}: must be of a known kind, with finite times of at least 0")
+    optional = ("stream", stream, int), ("launched_us", launched, (int, float)), ("label", label, str)
+    for key, value, expected in optional:
+        if value is not None and (isinstance(value, bool) or not isinstance(value, expected)):
+            raise ValueError(f"{problem}: {key} must be {expected}, or absent")
+    if launched is not None and not math.isfinite(launched):
+        raise ValueError(f"{problem}: launched_us must be finite")
     return event

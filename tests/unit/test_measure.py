@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from compile_overlap.layout import Layout
 from compile_overlap.measure import Call, Times, calls_of, combine, slowest, time_figures, trace_figures
-from compile_overlap.measure.critical_path import by_kind, critical_path
+from compile_overlap.measure.critical_path import by_kind, critical_path, inferred
 from compile_overlap.measure.events import Event, kind_of, on_streams
 from compile_overlap.measure.naming import named, schedules_of
 from compile_overlap.measure.perfetto import chrome_trace
@@ -111,6 +111,37 @@ def test_the_critical_path_does_not_blame_an_exchange_that_nobody_waited_for():
     assert by_kind(critical_path(events, [[], [], [0]])) == {"gemm": 18, "idle": 2}
     # Without dependencies it is blamed, and what it followed is not known.
     assert by_kind(critical_path(events)) == {"gemm": 8, "nccl": 6, "idle": 6}
+
+
+def test_an_event_of_no_duration_does_not_end_the_path():
+    events = (
+        Event(NVJET, "gemm", 0, 10, MAIN),
+        Event("put_signal_kernel", "signal", 10, 10, MAIN),
+        Event(NVJET, "gemm", 10, 20, MAIN),
+    )
+    assert by_kind(critical_path(events, [[], [0], [1]])) == by_kind(critical_path(events)) == {"gemm": 20}
+
+
+def test_a_cause_that_ends_a_little_later_by_another_clock_is_on_the_path():
+    events = (Event(SEND_RECV, "nccl", 0, 20.2, NETWORK), Event("put_signal_kernel", "signal", 19.9, 20, MAIN))
+    late = (*events, Event(NVJET, "gemm", 20, 30, MAIN))
+    path = critical_path(late, [[], [0], [1]])
+    assert [(part.what, part.begin, part.end) for part in path] == [("nccl", 0, 20), ("gemm", 20, 30)]
+    assert by_kind(critical_path(late, [[2], [0], [1]])) == {"nccl": 20, "gemm": 10}  # a circle ends
+
+
+def test_inferred_the_last_to_end_is_the_cause_not_the_last_to_begin():
+    events = (Event(NVJET, "gemm", 0, 100, MAIN), Event("pack", "other", 50, 60, 30), Event(NVJET, "gemm", 100, 120, MAIN))
+    assert by_kind(critical_path(events)) == {"gemm": 120}
+    elsewhere = (*events[:2], Event(NVJET, "gemm", 100, 120, 31))
+    assert by_kind(critical_path(elsewhere)) == {"gemm": 120}
+
+
+def test_inference_looks_at_each_event_a_few_times(monkeypatch):
+    looked_up = []
+    monkeypatch.setattr(Event, "computes", property(lambda event: looked_up.append(event) or event.kind == "gemm"))
+    events = tuple(Event(NVJET, "gemm", 2 * index, 2 * index + 1, MAIN) for index in range(1000))
+    assert inferred(events)[-1] == [998] and len(looked_up) < 5 * len(events)
 
 
 @pytest.mark.parametrize("launched, reason", [(15.0, "host"), (5.0, "latency"), (None, "idle")])
@@ -271,7 +302,11 @@ def test_calls_survive_their_record():
     ({"kernels": [{"name": NVJET, "begin_us": 0, "duration_us": -1}]}, "finite times"),
     ({"kernels": [{"name": NVJET, "begin_us": 0, "duration_us": 1, "kind": "x"}]}, "known kind"),
     ({"kernels": [{"name": NVJET, "begin_us": at, "duration_us": 1} for at in (1, 0)]}, "in the order of their begin"),
-    ({"dependencies": [[9]]}, "must be indices of events"),
+    *(({"dependencies": each}, "must be indices of events") for each in ([[9]], [1], 5, [[[]]], [[0.0]], [[True]], [[-1]])),
+    *(({"kernels": [{"name": NVJET, "begin_us": 0, "duration_us": 1, **each}]}, words) for each, words in (
+        ({"begin_us": -5}, "finite times of at least 0"), ({"launched_us": "x"}, "launched_us must be"),
+        ({"launched_us": float("nan")}, "launched_us must be finite"), ({"stream": [7]}, "stream must be"),
+        ({"label": 3}, "label must be"))),
 ])  # fmt: skip
 def test_malformed_records_are_refused(change, message):
     kernels = [{"name": NVJET, "begin_us": 0, "duration_us": 1}]
