@@ -56,8 +56,11 @@ def parse_modes(text, no_compile=False):
             or len(set(names)) != len(names) or "none" not in names):
         raise ValueError(f"modes={text!r}: must be distinct names of {', '.join(OVERLAP_MODES)}, or mode:variant, with "
                          f"none among them")
-    for name in names:
+    for index, name in enumerate(names):
         variants.require_compilation(name, no_compile)
+        twice = next((each for each in names[:index] if variants.parse(each).same_as(variants.parse(name))), None)
+        if twice:
+            raise ValueError(f"modes={text!r}: {twice} and {name} are the same")
     return names
 
 

@@ -5,8 +5,8 @@
     ``sequential``           kernel         the same layer as one chunk, so that nothing can overlap
     ``chunks=4``             kernel         that many chunks along L; ``chunks=8+16+8`` are their sizes
     ``peers``                kernel         through the peers' memory; ``peers=4+28`` with these chunks
-    ``NAME=VALUE``           kernel         the plugin's setting ``A2A_FFN_NAME``; several joined by +, / for a comma:
-                                            ``kernel:TRANSPORT=peers+CHUNKS=8/24``
+    ``NAME=VALUE``           kernel         the plugin's setting ``A2A_FFN_NAME``; several joined by +, / for a comma of
+                                            a list: ``kernel:TRANSPORT=peers+CHUNKS=8/24``
     ``inductor-reorder``     none, kernel   Inductor's reordering of collectives, with the version's strongest passes
     ``inductor-overlap``     none, kernel   Inductor's overlap scheduling of the FX graph, with measured collectives
     ``inductor-overlap-nodeps``             the same without the dependencies that keep its order (none, kernel)
@@ -28,6 +28,7 @@ SEPARATOR = ":"
 CHUNKS, PEERS = "chunks=", "peers="
 VARIANTS = ("naive", "sequential", CHUNKS + "N", "peers", PEERS + "N", "NAME=VALUE", "inductor-reorder",
             "inductor-overlap", "inductor-overlap-nodeps")
+_LISTS = ("CHUNKS", "COSTS", "DISABLE_PASSES")  # settings whose values hold commas
 _SETTINGS = re.compile(r"[A-Z_]+=[^+=]*(\+[A-Z_]+=[^+=]*)*")
 _NAIVE = {"A2A_FFN_DISABLE_PASSES": "inplace-gradients,pin-order,reorder,reserve-sms,share-kernels",
           "A2A_FFN_RESERVED_SMS": "0"}
@@ -87,6 +88,10 @@ class Variant:
         """What is changed, for the record."""
         return {"environment": dict(self.environment), "inductor_config": dict(self.inductor_config)}
 
+    def same_as(self, other):
+        """Whether the two are one thing under two names, such as ``kernel:chunks=4`` and ``kernel:CHUNKS=4``."""
+        return (self.mode, self.describe()) == (other.mode, other.describe())
+
 
 @functools.lru_cache(maxsize=None)
 def parse(name):
@@ -126,12 +131,13 @@ def _layer_settings(name, variant):
         names = [setting for setting, _ in pairs]
         if len(set(names)) < len(names) or {"KERNEL_PLUGIN", "STRICT"} & set(names):
             raise ValueError(f"modes: {name!r}: must be distinct settings other than KERNEL_PLUGIN and STRICT")
-        return {f"A2A_FFN_{setting}": value.replace("/", ",") for setting, value in pairs}
+        return {f"A2A_FFN_{setting}": value.replace("/", ",") if setting in _LISTS else value
+                for setting, value in pairs}
     transport = {"A2A_FFN_TRANSPORT": "peers"} if variant.startswith("peers") else {}
     if variant == "peers":
         return transport
     sizes = variant.removeprefix(CHUNKS).removeprefix(PEERS).split("+")
-    if not all(size.isdecimal() and int(size) >= 1 for size in sizes):
+    if not all(re.fullmatch("[1-9][0-9]*", size) for size in sizes):
         raise ValueError(f"modes: {name!r}: must be a positive count, or positive sizes joined by +")
     return {"A2A_FFN_CHUNKS": ",".join(sizes), **transport}
 

@@ -27,7 +27,7 @@ def test_a_mode_by_itself_changes_nothing():
     ("kernel:chunks=2+14", "A2A_FFN_CHUNKS", "2,14"), ("kernel:peers", "A2A_FFN_TRANSPORT", "peers"),
     ("kernel:peers=4+28", "A2A_FFN_TRANSPORT", "peers"), ("kernel:peers=4+28", "A2A_FFN_CHUNKS", "4,28"),
     ("kernel:inductor-reorder", "A2A_FFN_DISABLE_PASSES", NAIVE),
-    ("kernel:TRANSPORT=peers+CHUNKS=8/24", "A2A_FFN_CHUNKS", "8,24"), ("kernel:GEMMS=cublas", "A2A_FFN_GEMMS", "cublas"),
+    ("kernel:TRANSPORT=peers+CHUNKS=8/24", "A2A_FFN_CHUNKS", "8,24"), ("kernel:PLANS=/tmp/x", "A2A_FFN_PLANS", "/tmp/x"), ("kernel:GEMMS=cublas", "A2A_FFN_GEMMS", "cublas"),
 ])
 def test_kernel_variants_are_strict_settings_of_the_layer(monkeypatch, name, variable, value):
     from compile_overlap.config import Settings
@@ -53,6 +53,7 @@ def test_variants_of_none_leave_the_environment_alone():
     ("kernel:CHUNKS", "is not a variant"), ("kernel:CHUNKS=4+", "is not a variant"),
     ("kernel:CHUNKS=2+CHUNKS=4", "distinct settings"), ("kernel:KERNEL_PLUGIN=x", "distinct settings"),
     ("none:GEMMS=cublas", "is a variant of kernel"), ("kernel:chunks=0", "positive count"), ("kernel:chunks=4,4", "positive count"),
+    ("kernel:chunks=٤", "positive count"), ("kernel:peers=04", "positive count"),
 ])
 def test_parse_refuses(name, message):
     with pytest.raises(ValueError, match=message):
@@ -62,6 +63,13 @@ def test_parse_refuses(name, message):
 @pytest.mark.parametrize("modes", ["kernel:naive", "none,kernel:naive,kernel:naive", "none,fast:naive", "none,:naive"])
 def test_comparison_rejects_modes_with_variants(modes):
     with pytest.raises(ValueError, match="modes="):
+        compare.parse_modes(modes)
+
+
+@pytest.mark.parametrize("modes", ["none,kernel:chunks=4,kernel:CHUNKS=4", "none,kernel:peers,kernel:TRANSPORT=peers",
+                                   "none,kernel:sequential,kernel:chunks=1"])
+def test_one_variant_under_two_names_is_refused(modes):
+    with pytest.raises(ValueError, match=f"{modes.split(',')[1]} and {modes.split(',')[2]} are the same"):
         compare.parse_modes(modes)
 
 
