@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from rankmixer.schema import SCHEMA_VERSION, percentile, validate  # noqa: F401  records are read through this module
+from rankmixer.schema import SCHEMA_VERSION, parsed, percentile, slowest_rank, validate  # noqa: F401  read through here
 
 
 def environment(device):
@@ -23,17 +23,6 @@ def environment(device):
         "device": torch.cuda.get_device_name(device) if cuda else platform.machine() + " CPU",
         "git_commit": _git_commit(),
     }
-
-
-def slowest_rank(samples):
-    """Statistics in seconds of per-rank ``samples`` (one list per rank, equally long).
-
-    Mean and percentiles are of the slowest rank per iteration; ``max_rank_median_s`` is the largest of the ranks'
-    medians.
-    """
-    worst = sorted(max(column) for column in zip(*samples, strict=True))
-    return {"mean_s": sum(worst) / len(worst), "p50_s": percentile(worst, 50), "p90_s": percentile(worst, 90),
-            "p99_s": percentile(worst, 99), "max_rank_median_s": max(percentile(sorted(row), 50) for row in samples)}
 
 
 def exchange_bytes(options, world_size):
@@ -68,6 +57,20 @@ def peak_memory(device):
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def read(path):
+    """The record in a file. Raises ValueError, which names the file, for what is none."""
+    try:
+        return validate(parsed(Path(path).read_text()))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: is no record ({shortened(error)})") from None
+
+
+def shortened(error):
+    """An error's message, without most of a large value that it may show."""
+    text = str(error)
+    return text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}"
 
 
 def write(record, path):

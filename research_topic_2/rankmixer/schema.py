@@ -9,6 +9,7 @@ local computation in parts on one device, see scripts/splits.py). ``calibration`
 what a fault of one rank led to (scripts/faults.py), ``endurance`` what many calls left behind (scripts/endurance.py).
 """
 
+import json
 import math
 
 SCHEMA_VERSION = 1
@@ -37,7 +38,18 @@ _ENDURANCE = {**_ANY, "environment": dict, "world_size": int, "calls": int, "con
               "ranks": list, "bounds": dict}
 _COUNTS = dict.fromkeys(("resident_bytes", "device_bytes", "files", "layers", "compilations"), int)
 _VARIANTS = {"variants": dict, "failed": dict}  # of a comparison, absent from older records
-_STATISTICS = ("mean_s", "p50_s", "p90_s", "p99_s", "max_rank_median_s")
+
+
+def parsed(text):
+    """The JSON value of a text. Raises ValueError for what is none, NaN and infinities among it."""
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _refuse_constant(name):
+    raise ValueError(f"{name} is no number")
 
 
 def validate(record):
@@ -57,9 +69,12 @@ def validate(record):
         raise ValueError(f"schema={record['schema']}: must be {SCHEMA_VERSION}")
     if "pass" in fields and record["pass"] not in PASSES:
         raise ValueError(f"pass={record['pass']!r}: allowed are {', '.join(PASSES)}")
+    for name, setting in record["configuration"].items() if "configuration" in fields else ():
+        if not isinstance(setting, dict) or "value" not in setting:
+            raise ValueError(f"configuration.{name}={setting!r}: must be an object with a value")
     try:
         check(record)
-    except (AttributeError, ArithmeticError, LookupError, TypeError) as error:
+    except (AttributeError, ArithmeticError, LookupError, RecursionError, TypeError) as error:
         raise ValueError(f"kind={kind!r}: some field is not what such a record holds ({error!r})") from error
     return record
 
@@ -83,6 +98,9 @@ def _check_single(record):
 def _check_comparison(record):
     _check_variants(record)
     _check_plans(record)
+    missing = {"none", *record["summary"]} - set(record["measurements"])
+    if missing:
+        raise ValueError(f"measurements={sorted(record['measurements'])}: must be of {', '.join(sorted(missing))} too")
     for name, measurement in record["measurements"].items():
         _check_measurement(name, measurement, record)
 
@@ -115,6 +133,9 @@ def _check_hiding(record):
 def _check_planner(record):
     ratios = {}
     for row in record["shapes"]:
+        shape = row["shape"]
+        if not isinstance(shape, list) or len(shape) != 4 or not all(type(n) is int and n > 0 for n in shape):
+            raise ValueError(f"shapes: shape={shape!r}: must be [B, T, D, k]")
         seconds = {plan: percentile(sorted(samples), 50) for plan, samples in row["samples_s"].items()}
         for choice, plan in row["choices"].items():
             expected = seconds.get(plan, math.nan) / min(seconds.values())
@@ -151,6 +172,9 @@ def _check_splits(record):
 def _check_simulated(record):
     if record.get("simulated") is not True:
         raise ValueError(f"simulated={record.get('simulated')!r}: must be true, since nothing here was measured alone")
+    for name, value in record.get("fitted", {}).items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise ValueError(f"fitted.{name}={value!r}: must be a finite number above 0")
     for row in record["judged" if record["kind"] == "calibration" else "cases"]:
         times = {name: value for name, value in row.items() if name.endswith("_s")}
         if not times or not all(isinstance(value, (int, float)) and 0 <= value < math.inf for value in times.values()):
@@ -216,13 +240,25 @@ def _check_measurement(name, measurement, record):
     samples = measurement.get("samples_s")
     if not isinstance(samples, list) or len(samples) != record["world_size"] or not all(samples):
         raise ValueError(f"{name}.samples_s={samples!r}: must hold non-empty samples of {record['world_size']} rank(s)")
-    if len({len(row) for row in samples}) != 1 or any(not 0 <= value < math.inf for row in samples for value in row):
-        raise ValueError(f"{name}.samples_s: every rank must have equally many finite samples of at least 0 seconds")
-    missing = [key for key in _STATISTICS if key not in measurement.get("slowest_rank", {})]
-    if missing:
-        raise ValueError(f"{name}.slowest_rank: missing {', '.join(missing)}")
+    if len({len(row) for row in samples}) != 1 or any(not 0 < value < math.inf for row in samples for value in row):
+        raise ValueError(f"{name}.samples_s: every rank must have equally many finite samples above 0 seconds")
+    for key, expected in slowest_rank(samples).items():
+        value = measurement.get("slowest_rank", {}).get(key)
+        if value is None or not math.isclose(value, expected):
+            raise ValueError(f"{name}.slowest_rank.{key}={value}: the samples' is {expected}")
     if record["pass"] == "forward+backward" and measurement.get("forward_tflops") is not None:
         raise ValueError(f"{name}.forward_tflops={measurement['forward_tflops']}: must be null when backward is timed")
+
+
+def slowest_rank(samples):
+    """Statistics in seconds of per-rank ``samples`` (one list per rank, equally long).
+
+    Mean and percentiles are of the slowest rank per iteration; ``max_rank_median_s`` is the largest of the ranks'
+    medians.
+    """
+    worst = sorted(max(column) for column in zip(*samples, strict=True))
+    return {"mean_s": sum(worst) / len(worst), "p50_s": percentile(worst, 50), "p90_s": percentile(worst, 90),
+            "p99_s": percentile(worst, 99), "max_rank_median_s": max(percentile(sorted(row), 50) for row in samples)}
 
 
 def percentile(ordered, percent):

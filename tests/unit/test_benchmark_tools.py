@@ -96,7 +96,7 @@ def test_record_marks_overrides_and_keeps_kinds_apart(tmp_path):
 
 @pytest.mark.parametrize("field, value, message", [
     ("kind", "other", "kind='other'"), ("samples_s", [[]], "samples_s"), ("samples_s", [[math.nan]], "finite"),
-    ("schema", 2, "schema=2"), ("slowest_rank", {"mean_s": 1.0}, "p50_s"), ("tokens_per_s", "many", "tokens_per_s"),
+    ("schema", 2, "schema=2"), ("slowest_rank", {"mean_s": 1.0}, "slowest_rank.mean_s=1.0: the samples' is"), ("tokens_per_s", "many", "tokens_per_s"),
     ("world_size", 2, "2 rank"), ("pass", "forward+backward", "forward_tflops"),
 ])
 def test_record_schema_rejects(tmp_path, field, value, message):
@@ -106,6 +106,22 @@ def test_record_schema_rejects(tmp_path, field, value, message):
     del broken[field]
     with pytest.raises(ValueError, match=field):
         record.validate(broken)
+
+
+@pytest.mark.parametrize("name", ["mean_s", "p50_s", "p90_s", "p99_s", "max_rank_median_s"])
+@pytest.mark.parametrize("change", [lambda value: value / 2, lambda value: -1, lambda value: None, lambda value: "x"])
+def test_statistics_are_those_of_the_samples(tmp_path, name, change):
+    result = run_benchmark(tmp_path)
+    result["slowest_rank"][name] = change(result["slowest_rank"][name])
+    with pytest.raises(ValueError, match=f"slowest_rank.{name}=|some field is not"):
+        record.validate(result)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 200_000, '{"a": NaN}', "[]", '{"kind": "full", "schema": 1}'], ids=range(6))
+def test_a_file_that_holds_no_record_is_named(tmp_path, text):
+    (tmp_path / "some.json").write_text(text)
+    with pytest.raises(ValueError, match=r"some.json: is no record \("):
+        record.read(tmp_path / "some.json")
 
 
 @pytest.mark.parametrize("plan", ["", 8, "8\n8"])
