@@ -2,16 +2,21 @@
 
 Lines with the same pass and compilation (`comparison_of`) form one comparison and have the same configuration but for
 the shape; all lines have the same versions, device, commit, ranks, plugin and environment variables. `append` refuses
-anything else, so that no comparison can mix settings. A line is on disk when `append` returns. What a killed process
-left of an unfinished line is no record: `read` leaves it out and `append` removes it.
+anything else, and a shape that a comparison has, so that none can mix settings or count a shape twice. A line is on disk
+when `append` returns. What a killed process left of an unfinished line is no record: `read` leaves it out and `append`
+removes it. One sweep at a time writes a file (`only_sweep`); `append` by itself is safe among several processes.
 """
 
+import contextlib
+import fcntl
 import json
 import math
 import os
 from pathlib import Path
 
 import numpy as np
+
+from rankmixer import record as records
 
 SHAPE = ("batch_size", "tokens", "dim", "k")
 BOOTSTRAP_SAMPLES = 2000
@@ -20,8 +25,6 @@ _VARIABLES = ("A2A_FFN_", "CUDA_DEVICE_MAX_CONNECTIONS", "GLOO_", "NCCL_", "OMP_
 _NO_SETTING = (*SHAPE, "shapes", "output", "draw", "json", "device", "help")  # the device's name is in the environment
 _NO_VARIABLE = ("A2A_FFN_KERNEL_PLUGIN", "TORCHINDUCTOR_CACHE_DIR")  # a path, and named by `plugin`; a path
 _OF_ALL_LINES = ("world_size", "plugin")
-_FIELDS = {"configuration": dict, "environment": dict, "variables": dict, "world_size": int, "pass": str,
-           "summary": dict, "measurements": dict, "checks": dict, "full_batch": dict}
 
 
 def variables():
@@ -65,25 +68,49 @@ def read(path):
     path = Path(path)
     if not path.exists():
         return []
-    records = []
+    found = []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"output={str(path)!r}: line {number} is no JSON ({error})") from None
-        fields = record if isinstance(record, dict) else {}
-        wrong = [name for name, kind in _FIELDS.items() if not isinstance(fields.get(name), kind)]
-        if wrong:
-            raise ValueError(f"output={str(path)!r}: line {number} is no record of a sweep: no {', '.join(wrong)}")
-        records.append(record)
-    return records
+            found.append(_comparison(records.parsed(line)))
+        except (ValueError, RecursionError) as error:
+            problem = records.shortened(error)
+            raise ValueError(f"output={str(path)!r}: line {number} is no record of a sweep: {problem}") from None
+    return found
+
+
+def _comparison(line):
+    """The line's record. Raises ValueError for another."""
+    record = records.validate(line)
+    if record["kind"] != "comparison" or not isinstance(record.get("variables"), dict):
+        raise ValueError(f"kind={record['kind']!r}, variables={record.get('variables')!r}: must be a comparison with its variables")
+    settings = record["configuration"]
+    missing = [name for name in (*SHAPE, "no_compile") if name not in settings]
+    if missing or not all(type(size) is int and size > 0 for size in shape_of(record)):
+        raise ValueError(f"configuration={settings!r}: must hold no_compile and positive sizes {', '.join(SHAPE)}")
+    return record
+
+
+@contextlib.contextmanager
+def only_sweep(path):
+    """Keep other sweeps from the file ``path``, meanwhile. Raises ValueError where one is running."""
+    with open(f"{path}.lock", "w") as lock:  # stays, since removing it would let two sweeps each hold a file of that name
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"output={str(path)!r}: another sweep is writing it") from None
+        yield
 
 
 def append(path, record):
     """Append one record as a line and wait until it is on disk. Raises ValueError where it does not belong there."""
-    require_same(path, read(path), record)
-    text = json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n"
+    text = json.dumps(_comparison(record), allow_nan=False, separators=(",", ":")) + "\n"
     with open(path, "ab+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        lines = read(path)
+        require_same(path, lines, record)
+        known = {(comparison_of(line), shape_of(line)) for line in lines}
+        if (comparison_of(record), shape_of(record)) in known:
+            raise ValueError(f"output={str(path)!r}: {comparison_of(record)} has the shape {shape_of(record)} already")
         file.seek(0)
         finished = file.read().rfind(b"\n") + 1
         file.truncate(finished)

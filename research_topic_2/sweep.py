@@ -21,6 +21,7 @@ where a check failed: a variant's is measured all the same, a plain mode's ends 
 """
 
 import argparse
+import contextlib
 import gc
 import json
 import math
@@ -48,7 +49,7 @@ MOST_SHAPES = 1000
 
 
 class Refused(ValueError):
-    """What the main rank's results file does not take; raised on every rank."""
+    """What the main rank's file does not take; raised on every rank."""
 
 
 def build_parser():
@@ -166,24 +167,29 @@ def _prepared(options):
 def _run(parser, options, runtime, shapes):
     """Measure what the file lacks, and print the comparison; returns the exit status. Raises `Refused`."""
     expected = _identity(parser, options, runtime)
-    done = _agreed(runtime, lambda: _shapes_in(options.output, expected))
-    missing = [shape for shape in shapes if shape not in done]
-    runtime.print(f"{len(shapes) - len(missing)} of {len(shapes)} shapes are in {options.output}")
-    for index, shape in enumerate(missing, 1):
-        runtime.print(f"\nshape {index} of {len(missing)}: {shape}")
-        _set_shape(options, shape)
-        result = {**_measured(parser, options, runtime), "variables": results_file.variables()}
-        _agreed(runtime, lambda: results_file.append(options.output, result))
-    if not runtime.is_main:
-        return 0
-    lines = _comparison_in(results_file.read(options.output), expected)
+    with contextlib.ExitStack() as held:
+        done = agreed(runtime, lambda: _shapes_in(options.output, expected, held))
+        missing = [shape for shape in shapes if shape not in done]
+        runtime.print(f"{len(shapes) - len(missing)} of {len(shapes)} shapes are in {options.output}")
+        for index, shape in enumerate(missing, 1):
+            runtime.print(f"\nshape {index} of {len(missing)}: {shape}")
+            _set_shape(options, shape)
+            result = {**_measured(parser, options, runtime), "variables": results_file.variables()}
+            agreed(runtime, lambda: results_file.append(options.output, result))
+        text, wrong = agreed(runtime, lambda: _outcome(options.output, expected, shapes))
+    runtime.print(text)
+    for each in wrong if runtime.is_main else ():
+        print(f"check failed: {each}", file=sys.stderr, flush=True)
+    return 1 if wrong and runtime.is_main else 0
+
+
+def _outcome(path, expected, shapes):
+    """(the table, what failed a check) of these shapes."""
+    lines = _comparison_in(results_file.read(path), expected)
     records = [each for each in lines if results_file.shape_of(each) in shapes]
-    print(table(results_file.summarize(records)), flush=True)
     wrong = [f"{mode} at {results_file.shape_of(each)}: {outcome['problem']}" for each in records
              for mode, outcome in each["checks"].items() if "problem" in outcome]
-    for text in wrong:
-        print(f"check failed: {text}", file=sys.stderr, flush=True)
-    return 1 if wrong else 0
+    return table(results_file.summarize(records)), wrong
 
 
 def _identity(parser, options, runtime):
@@ -194,8 +200,10 @@ def _identity(parser, options, runtime):
             "plugin": plugins.plugin_name() if kernel else None}
 
 
-def _shapes_in(path, expected):
+def _shapes_in(path, expected, held):
+    """The shapes that the file has; ``held`` keeps other sweeps from it."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
+    held.enter_context(results_file.only_sweep(path))
     lines = results_file.read(path)
     results_file.require_same(path, lines, expected)
     return {results_file.shape_of(line) for line in _comparison_in(lines, expected)}
@@ -205,14 +213,14 @@ def _comparison_in(lines, expected):
     return [line for line in lines if results_file.comparison_of(line) == results_file.comparison_of(expected)]
 
 
-def _agreed(runtime, function):
+def agreed(runtime, function):
     """The main rank's result of ``function()``, on every rank; or its error, as `Refused` on every rank."""
     outcome = None
     if runtime.is_main:
         try:
             outcome = function(), None
-        except (ValueError, OSError) as error:
-            outcome = None, str(error)
+        except Exception as error:  # the other ranks are waiting to be told
+            outcome = None, str(error) if isinstance(error, (ValueError, OSError)) else repr(error)
     value, problem = runtime.gather(outcome)[0]
     if problem is not None:
         raise Refused(problem)

@@ -80,6 +80,9 @@ def test_a_sweep_goes_on_where_it_stopped(tmp_path):
     other = launch("sweep.py", *both, "--dtype", "fp32")
     assert other.returncode != 0 and "line 1 is of another configuration: dtype='bf16' there, 'fp32' now" in other.stderr
     assert "(rank 0)" in other.stderr and "(rank 1)" in other.stderr and output.read_text() == "".join(lines)
+    output.write_text(first + "[" * 200_000 + "\n")
+    damaged = launch("sweep.py", *both)
+    assert all(f"Refused (rank {rank}): output='{output}': line 2 is no record" in damaged.stderr for rank in (0, 1))
     shapes.write_text("[[2, 15, 150, 2]]")
     assert "T a multiple of 2" in launch("sweep.py", *both).stderr
 

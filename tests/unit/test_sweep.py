@@ -2,12 +2,16 @@
 
 import copy
 import json
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import results_file
 import sweep
+from rankmixer import record
 
 COMMITTED = Path(__file__).resolve().parents[2] / "reports" / "shapes" / "held_out_32.json"
 
@@ -78,11 +82,15 @@ def test_the_interval_holds_the_ratio_and_narrows_with_the_samples():
     assert widths[1] < widths[0] / 3
 
 
-def _record(none, kernel, batch=8, **environment):
-    measurements = {name: {"samples_s": [[value, value], [value / 2, value / 2]]} for name, value in
-                    (("none", none), ("kernel", kernel))}
+def _record(none, kernel, batch=8, ranks=2, **environment):
+    measurements = {}
+    for name, value in (("none", none), ("kernel", kernel)):
+        samples = [[value, value], *[[value / 2, value / 2]] * (ranks - 1)]
+        measurements[name] = {"samples_s": samples, "slowest_rank": record.slowest_rank(samples)}
     configuration = {"batch_size": batch, "tokens": 16, "dim": 128, "k": 2, "no_compile": False, "dtype": "bf16"}
-    return {"summary": {"none": {}, "kernel": {}}, "measurements": measurements, "pass": "forward", "world_size": 2,
+    return {"schema": record.SCHEMA_VERSION, "kind": "comparison", "exchange": {}, "peak_memory_bytes": [], "rounds": 1,
+            "transports": {}, "plans": {}, "variants": {}, "failed": {},
+            "summary": {"none": {}, "kernel": {}}, "measurements": measurements, "pass": "forward", "world_size": ranks,
             "configuration": {name: {"value": value} for name, value in configuration.items()}, "plugin": "some",
             "environment": {"torch": "2.6.0", "git_commit": "a" * 40, **environment}, "variables": {}, "checks": {},
             "full_batch": {"kernel": {"equal": True}}}
@@ -114,14 +122,85 @@ def test_a_line_that_was_cut_off_is_written_again(tmp_path, kept):
     assert results_file.read(path) == [first, second] and path.read_bytes().startswith(whole)
 
 
-@pytest.mark.parametrize("line, words", [("{", "line 2 is no JSON"), ("[]", "line 2 is no record of a sweep"),
-                                         ('{"pass": 1}', "no configuration, environment, variables, world_size, pass")])
+def _changed(change):
+    line = _record(2.0, 1.0)
+    change(line)
+    return json.dumps(line)
+
+
+@pytest.mark.parametrize("line, words", [
+    ("{", "delimiter|property name"), ("[]", "must be an object"), ('{"pass": 1}', "kind=None"), ("[" * 200_000, "nested too deeply"),
+    (_changed(lambda line: line.pop("plugin")), "'plugin' is missing"),
+    (_changed(lambda line: line.update(kind="full")), "missing"), (_changed(lambda line: line.pop("variables")), "its variables"),
+    (_changed(lambda line: line.update(configuration={})), "positive sizes"),
+    (_changed(lambda line: line.update(configuration={"tokens": 3})), "must be an object with a value"),
+    (_changed(lambda line: line["configuration"]["tokens"].update(value=0)), "positive sizes"),
+    (_changed(lambda line: line["measurements"].pop("none")), "must be of none too"),
+    (_changed(lambda line: line["measurements"]["none"].update(samples_s=[[], []])), "non-empty samples"),
+    (_changed(lambda line: line["measurements"]["none"].update(samples_s=[[0.0], [0.0]])), "above 0 seconds"),
+    (_changed(lambda line: line["measurements"]["none"].update(samples_s=[[float("nan")], [1.0]])), "NaN is no number"),
+    (_changed(lambda line: line["measurements"]["none"]["slowest_rank"].update(p50_s=1.0)), "p50_s=1.0: the samples' is 2.0"),
+], ids=range(15))
 def test_a_broken_line_is_named(tmp_path, line, words):
     path = tmp_path / "sweep.jsonl"
     results_file.append(path, _record(2.0, 1.0))
     path.write_text(path.read_text() + line + "\n")
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=f"line 2 is no record of a sweep: .*({words})"):
         results_file.read(path)
+
+
+def test_a_shape_stands_once_in_a_comparison(tmp_path):
+    path = tmp_path / "sweep.jsonl"
+    results_file.append(path, _record(2.0, 1.0))
+    with pytest.raises(ValueError, match=r"\('forward', 'compiled'\) has the shape \(8, 16, 128, 2\) already"):
+        results_file.append(path, _record(3.0, 1.0))
+    assert results_file.read(path) == [_record(2.0, 1.0)]
+
+
+def test_writers_at_the_same_time_lose_nothing(tmp_path, monkeypatch):
+    path, started, read = tmp_path / "sweep.jsonl", threading.Barrier(3), results_file.read
+
+    def slowly(file):
+        lines = read(file)
+        time.sleep(0.02)  # the others' turn
+        return lines
+
+    monkeypatch.setattr(results_file, "read", slowly)
+
+    def write(first):
+        started.wait()
+        for batch in range(first, 16, 3):
+            results_file.append(path, _record(2.0, 1.0, batch))
+
+    writers = [threading.Thread(target=write, args=(first,)) for first in (1, 2, 3)]
+    for each in writers:
+        each.start()
+    for each in writers:
+        each.join()
+    assert sorted(results_file.shape_of(line)[0] for line in results_file.read(path)) == list(range(1, 16))
+
+
+def test_a_second_sweep_of_a_file_is_refused(tmp_path):
+    with results_file.only_sweep(tmp_path / "sweep.jsonl"):
+        with pytest.raises(ValueError, match="another sweep is writing it"), results_file.only_sweep(tmp_path / "sweep.jsonl"):
+            pass
+        with results_file.only_sweep(tmp_path / "other.jsonl"):
+            pass
+    with results_file.only_sweep(tmp_path / "sweep.jsonl"):
+        pass
+
+
+@pytest.mark.parametrize("error", [ValueError("wrong"), OSError("wrong"), KeyError("wrong"), RecursionError("wrong")])
+def test_whatever_the_main_rank_s_file_raises_is_told_to_all_ranks(error):
+    told = []
+
+    def fails():
+        raise error
+
+    runtime = SimpleNamespace(is_main=True, gather=lambda outcome: told.append(outcome) or [outcome])
+    with pytest.raises(sweep.Refused, match="wrong"):
+        sweep.agreed(runtime, fails)
+    assert len(told) == 1 and sweep.agreed(SimpleNamespace(is_main=False, gather=lambda _: [(7, None)]), fails) == 7
 
 
 def test_another_stack_machine_or_setting_is_refused_and_named(tmp_path):
@@ -130,7 +209,7 @@ def test_another_stack_machine_or_setting_is_refused_and_named(tmp_path):
     before = path.read_bytes()
     others = {"environment.torch='2.6.0' there, '2.7.0' now": _record(2.0, 1.0, torch="2.7.0"),
               "environment.git_commit": _record(2.0, 1.0, git_commit="b" * 40),
-              "world_size=2 there, 4 now": {**_record(2.0, 1.0), "world_size": 4},
+              "world_size=2 there, 4 now": _record(2.0, 1.0, ranks=4),
               "plugin='some' there, None now": {**_record(2.0, 1.0), "plugin": None},
               "variables.NCCL_P2P_DISABLE=None there, '1' now":
                   {**_record(2.0, 1.0), "variables": {"NCCL_P2P_DISABLE": "1"}}}
