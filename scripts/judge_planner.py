@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import statistics
 import sys
@@ -36,7 +35,7 @@ from rankmixer.cli import guarded, pass_name  # noqa: E402
 from rankmixer.options import add_common_options, configuration, validate  # noqa: E402
 from rankmixer.runtime import choose_device, environment_rank, start_runtime  # noqa: E402
 from rankmixer.workload import Workload  # noqa: E402
-from sweep import SHAPE, read_shapes  # noqa: E402
+from sweep import SHAPE, agreed, read_shapes  # noqa: E402
 
 import compile_overlap  # noqa: E402
 from compile_overlap import api, plan, plan_json, transport  # noqa: E402
@@ -45,6 +44,7 @@ from compile_overlap.layout import check_call  # noqa: E402
 from compile_overlap.tune import candidate_of, measure  # noqa: E402
 
 _NOT_OF_A_SHAPE = ("shapes", "output", "json", "help")
+_NO_MATTER = ("python", "numpy")  # of the environment, for what the layer takes
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -66,7 +66,7 @@ def main(arguments=None) -> int:
 
 
 def _prepared(parser, options):
-    """(runtime, shapes, the first rank's earlier record or None)."""
+    """(runtime, shapes, the first rank's earlier rows). Raises ValueError on every rank."""
     device, P = choose_device(options.device), environment_rank()[1]
     if P == 1:
         raise ValueError("nproc-per-node=1: must be at least 2, one rank has nothing to overlap")
@@ -75,8 +75,8 @@ def _prepared(parser, options):
     shapes = read_shapes(options.shapes, P)
     for options.batch_size, options.tokens, options.dim, options.k in shapes:
         validate(options, P, device)
-    earlier = _earlier(parser, options, P, device)
-    return start_runtime(device), shapes, earlier
+    runtime = start_runtime(device)
+    return runtime, shapes, agreed(runtime, lambda: _earlier(parser, options, P, device))
 
 
 def _settings() -> dict[str, str]:
@@ -84,26 +84,27 @@ def _settings() -> dict[str, str]:
 
 
 def _earlier(parser, options, P: int, device: torch.device):
-    """The record in the output file, or None. Raises ValueError where it is of another configuration or machine."""
+    """The rows in the output file. Raises ValueError where it is of another configuration, code or machine."""
     path = Path(options.output)
     if not path.exists():
-        return None
-    earlier = record.validate(json.loads(path.read_text()))
+        return []
+    earlier = record.read(path)
+    if earlier["kind"] != "planner":
+        raise ValueError(f"output={options.output!r}: is a record of kind {earlier['kind']!r}, must be 'planner'")
     asked, known = configuration(parser, options), earlier["configuration"]
     asked = {name: each["value"] for name, each in asked.items() if name not in (*SHAPE, *_NOT_OF_A_SHAPE)}
     known = {name: known.get(name, {}).get("value") for name in asked}
-    here = {name: record.environment(device)[name] for name in ("torch", "nccl", "device")}
+    here = {name: value for name, value in record.environment(device).items() if name not in _NO_MATTER}
     asked |= here | {"world_size": P, "settings": _settings()}
     known |= {name: earlier["environment"].get(name) for name in here}
     known |= {"world_size": earlier["world_size"], "settings": earlier["settings"]}
     other = [f"{name}={known[name]!r}" for name in asked if known[name] != asked[name]]
     if other:
         raise ValueError(f"output={options.output!r}: is of another configuration ({', '.join(other)})")
-    return earlier
+    return earlier["shapes"]
 
 
-def _run(parser, options, runtime, shapes, earlier) -> None:
-    rows = runtime.gather(earlier["shapes"] if earlier else [])[0]
+def _run(parser, options, runtime, shapes, rows) -> None:
     done = [row["shape"] for row in rows]
     for shape in shapes:
         if shape in done:

@@ -166,6 +166,37 @@ def test_a_record_whose_figures_do_not_follow_from_its_samples_is_refused(change
         record.validate(content)
 
 
+@pytest.mark.parametrize("shape", ["x", [8, 16, 64], [8, 16, 64, 0], [8, 16, 64, True], None])
+def test_a_row_of_no_shape_is_refused(shape):
+    content = _planner_record([judge_planner.judged([8, 16, 64, 2], SAMPLES, FOUR, WHOLE, FOUR)])
+    content["shapes"][0]["shape"] = shape
+    with pytest.raises(ValueError, match="shape="):
+        record.validate(content)
+
+
+def test_rows_of_other_code_or_another_kind_are_not_added_to(tmp_path):
+    output = tmp_path / "planner.json"
+    parser = judge_planner.build_parser()
+    options = parser.parse_args(["--shapes", "s.json", "--output", str(output), "--device", "cpu"])
+    device = torch.device("cpu")
+    assert judge_planner._earlier(parser, options, 2, device) == []
+    rows = [judge_planner.judged([8, 16, 64, 2], SAMPLES, FOUR, WHOLE, FOUR)]
+    runtime = SimpleNamespace(device=device, world_size=2)
+    content = judge_planner._record(parser, options, runtime, rows)
+    record.write(content, output)
+    assert judge_planner._earlier(parser, options, 2, device) == json.loads(json.dumps(rows))
+    for name in ("git_commit", "triton", "torch", "cuda_build", "device"):
+        record.write({**content, "environment": {**content["environment"], name: "other"}}, output)
+        with pytest.raises(ValueError, match=f"of another configuration .{name}='other'"):
+            judge_planner._earlier(parser, options, 2, device)
+    record.write({**content, "environment": {**content["environment"], "python": "3", "numpy": "1"}}, output)
+    assert len(judge_planner._earlier(parser, options, 2, device)) == 1
+    for text in ("[" * 200_000, json.dumps({**content, "configuration": {"dtype": 3}}), json.dumps({**content, "kind": "x"})):
+        output.write_text(text)
+        with pytest.raises(ValueError, match="planner.json: is no record"):
+            judge_planner._earlier(parser, options, 2, device)
+
+
 def test_four_even_chunks_are_those_of_the_collectives():
     layout, peers = Layout(2, 8, 16, 64, 128), Plan((2, 2, 2, 2), peers=True)
     assert judge_planner.four([WHOLE, peers, FOUR], layout, "cuda", Settings()) == FOUR
