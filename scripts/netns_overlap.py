@@ -54,7 +54,7 @@ from rankmixer.workload import Workload  # noqa: E402
 from compile_overlap.api import plan_for  # noqa: E402
 from compile_overlap.config import Settings  # noqa: E402
 from compile_overlap.layout import check_call  # noqa: E402
-from compile_overlap.plan import COMPUTE_PER_GEMM  # noqa: E402
+from compile_overlap.plan import CPU_PER_GEMM  # noqa: E402
 from passes import pass_log  # noqa: E402
 
 COMP_NONE, COMP_OURS = "comp-only:none", "comp-only:passes"
@@ -275,7 +275,7 @@ class Calibration:
     def environment(self, link):
         """The plugin's settings with a plan for this link."""
         bandwidth = self.sent / max(link["shaped_s"] / 2 - link["latency_s"], 1e-6)
-        flops = COMPUTE_PER_GEMM * record.forward_flops(self.options) / link["forward_computation_s"]
+        flops = CPU_PER_GEMM * record.forward_flops(self.options) / link["forward_computation_s"]
         costs = f"{link['latency_s'] * 1e6:.0f},{bandwidth / 1e9:.5f},{flops / 1e12:.5f}"
         return {**base_environment(self.options), "A2A_FFN_COSTS": costs}
 

@@ -153,3 +153,32 @@ def test_what_fails_is_in_the_table(tmp_path):
     assert "skip  late" in result.stdout and "failed=1" in result.stdout
     listed = subprocess.run(["tar", "-tzf", tmp_path / "results.tar.gz.0"], capture_output=True, text=True).stdout
     assert "wrong.log" in listed and "table.log" in listed
+
+
+HELP = """
+import contextlib, io, runpy, sys, traceback
+for path in sys.argv[1:]:
+    sys.argv, text, status, before = [path, "--help"], io.StringIO(), None, list(sys.path)
+    sys.path.insert(0, path.rpartition("/")[0])
+    try:
+        with contextlib.redirect_stdout(text):
+            runpy.run_path(path, run_name="__main__")
+    except SystemExit as end:
+        status = end.code
+    except BaseException:
+        traceback.print_exc()
+    sys.path[:] = before
+    if status != 0 or "usage: " not in text.getvalue():
+        print("no help:", path, status)
+"""
+
+
+def test_every_command_starts():
+    """In one process, since what takes time is the import of torch."""
+    pytest.importorskip("matplotlib")  # of the report
+    files = [path for folder in (SCRIPTS, ROOT / "research_topic_2") for path in sorted(folder.glob("*.py"))]
+    commands = [str(path) for path in files if '__name__ == "__main__"' in path.read_text()]
+    commands.remove(str(SCRIPTS / "explain_demo.py"))  # a part of demo.sh, which gives it four numbers
+    assert len(commands) >= 20
+    result = subprocess.run([sys.executable, "-c", HELP, *commands], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0 and result.stdout == "", result.stdout + result.stderr
