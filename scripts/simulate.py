@@ -15,7 +15,7 @@ Times are of one RankMixer block, torch 2.11.0, in milliseconds: `none` the sequ
 exchanges, `overlapped` ours with the chunks that the planner takes for that machine, or --chunks. `exchanges` is the
 time in which an overlapped layer's exchange runs, `exposed` the part of it without computation, `hidden` the other's
 share. `saved` is (none - overlapped) / (none - alone), the whole gain over the exchanges' cost: our kernels' gain is
-in it. --path lists the critical path of the overlapped layer.
+in it; 0 where exchanges cost nothing. --path lists the critical path of the overlapped layer.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def answer(asked: Question) -> dict[str, Any]:
         "none_s": none.total, "alone_s": alone.total, "unchunked_s": asked.timeline(Plan((asked.layout.L,))).total,
         "overlapped_s": ours.total, "exchanges_s": ours.communication, "exposed_s": ours.exposed,
     }  # fmt: skip
-    hosts = asked.machine.hosts(asked.P)
+    hosts, cost = asked.machine.hosts(asked.P), none.total - alone.total
     return {
         "machine": asked.gpu, "P": asked.P, "hosts": hosts, "link": asked.link,
         "cards": asked.cards if hosts > 1 else None, "stack": asked.stack, "workload": list(asked.workload),
@@ -101,7 +101,7 @@ def answer(asked: Question) -> dict[str, Any]:
         "pass": "forward+backward" if asked.training else "forward",
         "transport": asked.transport, "plan": str(chosen), **_rounded(times),
         "hidden_fraction": round(ours.hidden_fraction, DIGITS),
-        "saved_of_exchanges": round((none.total - ours.total) / max(none.total - alone.total, 1e-9), DIGITS),
+        "saved_of_exchanges": round((none.total - ours.total) / cost, DIGITS) if cost > 0 else 0.0,
     }  # fmt: skip
 
 
@@ -232,7 +232,16 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    options = build_parser().parse_args()
+    parser = build_parser()
+    options = parser.parse_args()
+    try:
+        return _run(options)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Print and write what is asked for. Raises ValueError for a question that has no answer."""
     if options.modes:
         print(modes(_question(options)))
         return 0
@@ -252,7 +261,15 @@ def main() -> int:
     return 0
 
 
+_COUNTS = ("ranks", "gpus_per_host", "batch_size", "tokens", "dim", "k", "comm_scale", "compute_scale", "chunks")
+
+
 def _question(options: argparse.Namespace) -> Question:
+    """Raises ValueError where a count is less than 1, or there is nothing to exchange."""
+    for name in _COUNTS:
+        value = getattr(options, name)
+        require(value is None or value >= 1, name, value, "at least 1")
+    require(options.ranks >= 2, "ranks", options.ranks, "at least 2, one rank has nothing to exchange")
     workload = options.batch_size, options.tokens, options.dim, options.k
     return Question(options.machine, options.ranks, options.gpus_per_host, options.link, options.cards, options.stack,
                     options.transport, options.backward, workload, options.comm_scale, options.compute_scale,
