@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rankmixer import record as records
+from rankmixer import schema
 
 SHAPE = ("batch_size", "tokens", "dim", "k")
 BOOTSTRAP_SAMPLES = 2000
@@ -71,18 +71,19 @@ def read(path):
     found = []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         try:
-            found.append(_comparison(records.parsed(line)))
-        except (ValueError, RecursionError) as error:
-            problem = records.shortened(error)
+            found.append(_comparison(schema.parsed(line)))
+        except ValueError as error:
+            problem = schema.shortened(error)
             raise ValueError(f"output={str(path)!r}: line {number} is no record of a sweep: {problem}") from None
     return found
 
 
 def _comparison(line):
     """The line's record. Raises ValueError for another."""
-    record = records.validate(line)
-    if record["kind"] != "comparison" or not isinstance(record.get("variables"), dict):
-        raise ValueError(f"kind={record['kind']!r}, variables={record.get('variables')!r}: must be a comparison with its variables")
+    record = schema.validate(line)
+    kind, own = record["kind"], record.get("variables")
+    if kind != "comparison" or not isinstance(own, dict):
+        raise ValueError(f"kind={kind!r}, variables={own!r}: must be a comparison with its variables")
     settings = record["configuration"]
     missing = [name for name in (*SHAPE, "no_compile") if name not in settings]
     if missing or not all(type(size) is int and size > 0 for size in shape_of(record)):

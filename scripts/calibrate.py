@@ -20,13 +20,13 @@ fitted to a judged latency; but the model's form was settled by people who had s
 judge it best. Prints the table; with --json writes it, and the fitted numbers.
 
 With --predict nothing is fitted: comparisons and single runs, of one host's GPUs and NVLink unless the folder's name
-says otherwise, are held against the model. A record of another GPU or software than the modelled ones is named.
+says otherwise, are held against the model. What is left out is named: a record of another GPU or software than the
+modelled ones, and a file that holds none.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import statistics
 import sys
@@ -36,7 +36,7 @@ from typing import Any, Callable, Iterator, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "research_topic_2")]
 
-from rankmixer import record  # noqa: E402
+from rankmixer import record, schema  # noqa: E402
 
 from compile_overlap import machines, plan  # noqa: E402
 from compile_overlap.config import Settings  # noqa: E402
@@ -101,10 +101,14 @@ def configurations() -> list[Configuration]:
     """The comparison records of two H200s whose software and link are known, by name."""
     found = []
     for path in sorted(RESULTS.glob("h200x2-*/**/*.json")):
-        content = json.loads(path.read_text())
-        if content["kind"] == "comparison" and _obstacle(content) is None:
+        content = schema.read_json(path)
+        if _is_of(content, "comparison") and _obstacle(content) is None:
             found.append(_configuration(content, path))
     return found
+
+
+def _is_of(content: Any, *kinds: str) -> bool:
+    return isinstance(content, dict) and content.get("kind") in kinds
 
 
 def _obstacle(content: dict[str, Any]) -> str | None:
@@ -294,13 +298,17 @@ def predict(folder: Path) -> str:
     """The latencies of a folder's records beside the simulator's, as text."""
     points, refused = [], []
     for path in sorted(folder.glob("*.json")):
-        content = json.loads(path.read_text())
-        if not isinstance(content, dict) or content.get("kind") not in ("comparison", "full", "comp-only"):
-            continue
-        reason = _obstacle(content)
-        if reason is None:
-            points += judge(_configuration(content, path), FITTED)
-        else:
+        try:
+            content = schema.read_json(path)
+            if not _is_of(content, "comparison", "full", "comp-only"):
+                continue
+            reason = _obstacle(record.validate(content))
+            points += [] if reason else judge(_configuration(content, path), FITTED)
+        except ValueError as error:
+            reason = schema.shortened(error)
+        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+            reason = f"some field is not what such a record holds ({error!r})"
+        if reason:
             refused.append(f"{path.name}: not simulated, {reason}")
     head = f"SIMULATED beside measured, ms; fitted on two H200s, {len(points)} latencies"
     return "\n".join([head, *(_beside("record, mode", points) if points else []), *refused])

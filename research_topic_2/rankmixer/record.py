@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from rankmixer.schema import SCHEMA_VERSION, parsed, percentile, slowest_rank, validate  # noqa: F401  read through here
+from rankmixer.schema import SCHEMA_VERSION, percentile, read, slowest_rank, validate  # noqa: F401  used through here
 
 
 def environment(device):
@@ -57,20 +57,6 @@ def peak_memory(device):
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def read(path):
-    """The record in a file. Raises ValueError, which names the file, for what is none."""
-    try:
-        return validate(parsed(Path(path).read_text()))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: is no record ({shortened(error)})") from None
-
-
-def shortened(error):
-    """An error's message, without most of a large value that it may show."""
-    text = str(error)
-    return text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}"
 
 
 def write(record, path):

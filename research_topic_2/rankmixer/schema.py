@@ -11,6 +11,7 @@ what a fault of one rank led to (scripts/faults.py), ``endurance`` what many cal
 
 import json
 import math
+from pathlib import Path
 
 SCHEMA_VERSION = 1
 PASSES = ("forward", "forward+backward")
@@ -40,12 +41,35 @@ _COUNTS = dict.fromkeys(("resident_bytes", "device_bytes", "files", "layers", "c
 _VARIANTS = {"variants": dict, "failed": dict}  # of a comparison, absent from older records
 
 
+def read(path):
+    """The record in a file. Raises ValueError, which names the file, for what is none."""
+    content = read_json(path)
+    try:
+        return validate(content)
+    except ValueError as error:
+        raise ValueError(f"{path}: is no record ({shortened(error)})") from None
+
+
+def read_json(path):
+    """The JSON value in a file. Raises ValueError, which names the file, for what is none."""
+    try:
+        return parsed(Path(path).read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: is no JSON ({error})") from None
+
+
 def parsed(text):
     """The JSON value of a text. Raises ValueError for what is none, NaN and infinities among it."""
     try:
         return json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def shortened(error):
+    """An error's message, without most of a large value that it may show."""
+    text = str(error)
+    return text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}"
 
 
 def _refuse_constant(name):

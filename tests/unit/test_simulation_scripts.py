@@ -1,9 +1,11 @@
 """The simulator's scripts: fits that are the machine's numbers, rows that are records, the same bytes twice."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import compare
 import pytest
@@ -73,7 +75,9 @@ def test_predictions_beside_a_folder_s_records_are_the_calibration_s(calibration
     (folder / "other.json").write_text(json.dumps(content))
     (folder / "topology.json").write_text("[]")
     single = {**content, "environment": {**content["environment"], "device": "NVIDIA H200"}, "kind": "full",
-              "slowest_rank": {"p50_s": 0.125}, "plan": "16,16 r1 a2 b1 s0"}  # fmt: skip
+              "samples_s": [[0.125], [0.1]], "slowest_rank": record.slowest_rank([[0.125], [0.1]]), "rank0": {},
+              "transport": None, "tokens_per_s": 1.0, "forward_tflops": None, "full_batch": None, "output_shape": [],
+              "plan": "16,16 r1 a2 b1 s0"}  # fmt: skip
     single["configuration"] = {**content["configuration"], "overlap": {"value": "kernel"}}
     del single["measurements"]
     (folder / "single.json").write_text(json.dumps(single))
@@ -88,6 +92,20 @@ def test_predictions_beside_a_folder_s_records_are_the_calibration_s(calibration
         assert line.split()[-3:] == [*times, f"{point['error']:+.1%}"]
     assert any(line.startswith("single.json  kernel") and " 125.000 " in line for line in lines)
     assert lines[-1] == "other.json: not simulated, no model of some GPU"
+
+
+@pytest.mark.parametrize("change, message", [
+    (None, r"wrong.json: is no JSON \("), ({"measurements": {}}, "measurements=.*: must be of .*none"),
+    ({"exchange": {}}, r"not what such a record holds \(KeyError"), ({"environment": {}}, "not what such a record holds"),
+    ({"configuration": {"no_compile": {"value": True}}}, "not what such a record holds"),
+])  # fmt: skip
+def test_a_file_that_cannot_be_predicted_is_named_and_the_others_are(tmp_path, change, message):
+    text = (calibrate.RESULTS / calibrate.EAGER_BACKWARD).read_text()
+    (tmp_path / "good.json").write_text(text)
+    (tmp_path / "wrong.json").write_text(text[:5000] if change is None else json.dumps({**json.loads(text), **change}))
+    lines = calibrate.predict(tmp_path).splitlines()
+    assert re.search(f"^wrong.json: not simulated, .*{message}", lines[-1])
+    assert any(line.startswith("good.json  none ") for line in lines)
 
 
 def test_the_planner_s_candidates_are_modes_of_the_comparison(monkeypatch, capsys):
@@ -113,6 +131,33 @@ def test_the_command_writes_the_same_bytes_twice(monkeypatch, capsys, tmp_path, 
     assert files[0].read_bytes() == files[1].read_bytes()
     assert capsys.readouterr().out.startswith("SIMULATED: fitted on 4 configurations")
     assert record.validate(json.loads(files[0].read_text()))["simulated"] is True
+
+
+@pytest.mark.parametrize("arguments, message", [
+    *((f"--{name} {value}", f"{name.replace('-', '_')} = {value}: must be at least 1") for name in (
+        "ranks", "gpus-per-host", "batch-size", "tokens", "dim", "k", "comm-scale", "compute-scale", "chunks")
+      for value in (0, -5)),
+    ("--ranks 1", "ranks = 1: must be at least 2"), ("--ranks 3", "must be a multiple of --ranks 3"),
+    ("--gpus-per-host 3", "must be a multiple of its 3 hosts"),
+    ("--transport peers --link", "peers"), ("--ranks 0 --modes", "ranks = 0"),
+])  # fmt: skip
+def test_a_question_without_an_answer_is_refused(monkeypatch, capsys, arguments, message):
+    words = arguments.split()
+    words += ["host shared memory"] * (words[-1] == "--link")
+    monkeypatch.setattr(sys, "argv", ["simulate.py", *words])
+    with pytest.raises(SystemExit) as end:
+        command.main()
+    assert end.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_nothing_is_saved_where_exchanges_cost_nothing(monkeypatch):
+    times = iter((0.004, 0.005, 0.003, 0.004))  # none is faster than the same without exchanges
+
+    def timeline(*_, **__):
+        return SimpleNamespace(total=next(times), communication=0.0, exposed=0.0, hidden_fraction=0.0)
+
+    monkeypatch.setattr(command.Question, "timeline", timeline)
+    assert command.answer(command.Question("H200", 2))["saved_of_exchanges"] == 0.0
 
 
 def test_a_layout_that_does_not_divide_is_refused():
