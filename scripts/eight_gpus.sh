@@ -17,7 +17,12 @@
 set -uo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 usage="usage: eight_gpus.sh OUT [--dry-run] [--cpu] [--only NAME,NAME...]"
-out=${1:?$usage}
+case ${1:-} in
+  "") echo "$usage" >&2; exit 2 ;;
+  -h | --help) echo "$usage"; exit 0 ;;
+  -*) echo "$usage" >&2; exit 2 ;;
+esac
+out=$1
 shift
 dry_run=0 cpu=0 only=""
 while (($#)); do
@@ -25,10 +30,15 @@ while (($#)); do
     --dry-run) dry_run=1 ;;
     --cpu) cpu=1 ;;
     --only) only=${2:?$usage}; shift ;;
+    -h | --help) echo "$usage"; exit 0 ;;
     *) echo "$usage" >&2; exit 2 ;;
   esac
   shift
 done
+if ((!dry_run && !cpu)) && ! nvidia-smi -L 2>/dev/null | grep -q '^GPU '; then
+  echo "eight_gpus.sh: no GPU was found: --cpu runs the steps without, --dry-run prints them" >&2
+  exit 2
+fi
 budget=${BUDGET:-560} patience=1
 python=${PYTHON:-python3}
 work=WORK

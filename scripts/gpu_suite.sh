@@ -16,7 +16,17 @@
 # $PYTHON (default python3) must hold torch, triton and numpy. A step is ended after $STEP_LIMIT seconds (default 400).
 set -uo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
-out=$(mkdir -p "${1:?usage: gpu_suite.sh OUT [PART...]}" && cd "$1" && pwd)
+usage="usage: gpu_suite.sh OUT [PART...]"
+case ${1:-} in
+  "") echo "$usage" >&2; exit 2 ;;
+  -h | --help) sed -n '2,/^# \$PYTHON/s/^# //p' "$0"; exit 0 ;;
+  -*) echo "$usage" >&2; exit 2 ;;
+esac
+if ! nvidia-smi -L 2>/dev/null | grep -q '^GPU '; then
+  echo "gpu_suite.sh: no GPU was found" >&2
+  exit 2
+fi
+out=$(mkdir -p "$1" && cd "$1" && pwd)
 shift
 parts=${*:-public default tests}
 python=${PYTHON:-python3}

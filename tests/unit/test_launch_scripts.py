@@ -155,6 +155,22 @@ def test_what_fails_is_in_the_table(tmp_path):
     assert "wrong.log" in listed and "table.log" in listed
 
 
+@pytest.mark.parametrize("script", ["eight_gpus.sh", "gpu_suite.sh"])
+@pytest.mark.parametrize("arguments, status, words", [
+    (["--help"], 0, "usage|gpu_suite.sh OUT"), (["-h"], 0, "usage|gpu_suite.sh OUT"), (["--cpu"], 2, "usage"), ([], 2, "usage"),
+    (["OUT"], 2, "no GPU was found"),
+])  # fmt: skip
+def test_no_folder_is_named_like_an_option_and_gpus_are_needed(tmp_path, script, arguments, status, words):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    (tmp_path / "bin" / "nvidia-smi").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    command = ["bash", SCRIPTS / script, *arguments]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.returncode == status and re.search(words, result.stderr if status else result.stdout)
+    assert [path.name for path in tmp_path.iterdir()] == ["bin"]
+
+
 HELP = """
 import contextlib, io, runpy, sys, traceback
 for path in sys.argv[1:]:
