@@ -2,17 +2,21 @@
 """Builds reports/report.md, reports/report.html and the plots from the committed records; nothing is typed in by hand.
 
     python scripts/report.py            # writes them; needs the `report` extra: matplotlib, markdown-it-py
-    python scripts/report.py --check    # writes nothing; status 1 where report.md is not what the records say
+    python scripts/report.py --check    # writes nothing; status 1 where one of them is not what the records say
 
 The text is in reports/text/, one Markdown template a section (Jinja: `{{ record("results/...").ms("kernel") }}`).
 Numbers come from placeholders alone, and each is cited (`reporting.citations`): below every table, plot and section
-stand the files that its numbers come from. Figures that only prose had are in reports/notes.json, with their source and
-commit.
+stand the files that its numbers come from. Which record a text speaks of follows from a rule (`reporting.newest`), for
+which reports/commits.json keeps the order of the records' commits. Figures that only prose had are in reports/notes.json,
+with their source and commit.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -26,6 +30,7 @@ from reporting.figures import Figures  # noqa: E402
 from reporting.listings import Listings  # noqa: E402
 from reporting.markdown import source_line  # noqa: E402
 from reporting.modelled import Modelled  # noqa: E402
+from reporting.newest import Newest, missing  # noqa: E402
 from reporting.page import page  # noqa: E402
 from reporting.tables import Tables  # noqa: E402
 
@@ -38,6 +43,8 @@ def build(reports: Path, figures: Path) -> tuple[str, Results]:
     )
     known = {
         "record": lambda file: Record(results, file),
+        "newest": Newest(results),
+        "missing": missing,
         "note": lambda name: _note(results, name),
         "tables": Tables(results),
         "modelled": Modelled(results),
@@ -57,19 +64,53 @@ def _note(results: Results, name: str) -> str:
     return results.cite("notes.json", "text", ("notes", name, "text"))
 
 
+def ordered_commits(reports: Path) -> list[str]:
+    """The records' commits, the oldest first; those in commits.json where git does not know all of them here."""
+    file = reports / "commits.json"
+    known = json.loads(file.read_text()) if file.exists() else []
+    command = ["git", "rev-list", "--date-order", "--reverse", "HEAD"]
+    history = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.split()
+    contents = Results(reports / "results").contents.values()
+    lines = [line for content in contents for line in (content if isinstance(content, list) else [content])]
+    named = {line["environment"]["git_commit"] for line in lines if isinstance(line, dict) and "environment" in line}
+    return [commit for commit in (history if set(known) <= set(history) else known) if commit in named]
+
+
+def write(reports: Path, markdown: str, figures: Path) -> list[Path]:
+    """Write report.md and report.html beside the `figures`, pictures that no record makes among them; what was written."""
+    folder = figures.parent
+    for path in (reports / "figures").glob("*.svg"):
+        if not (figures / path.name).exists():
+            shutil.copy(path, figures)
+    (folder / "report.md").write_text(markdown)
+    (folder / "report.html").write_text(page(markdown, folder))
+    return [folder / "report.md", folder / "report.html", *sorted(figures.glob("*.svg"))]
+
+
+def stale(reports: Path) -> list[str]:
+    """The files of a report that are not what would be written."""
+    with tempfile.TemporaryDirectory() as folder:
+        markdown, _ = build(reports, Path(folder) / "figures")
+        files = write(reports, markdown, Path(folder) / "figures")
+        names = [str(path.relative_to(folder)) for path in files]
+        same = [(reports / name).exists() and (reports / name).read_bytes() == (Path(folder) / name).read_bytes()
+                for name in names]  # fmt: skip
+        commits = json.loads((reports / "commits.json").read_text()) == ordered_commits(reports)
+    return [name for name, each in zip((*names, "commits.json"), (*same, commits)) if not each]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="only compare report.md with what would be written")
+    parser.add_argument("--check", action="store_true", help="only compare them with what would be written")
     options = parser.parse_args()
     reports = ROOT / "reports"
     if options.check:
-        with tempfile.TemporaryDirectory() as folder:
-            current = build(reports, Path(folder))[0] == (reports / "report.md").read_text()
-        print("report.md is what the records say" if current else "report.md is stale: run python scripts/report.py")
-        return 0 if current else 1
+        found = stale(reports)
+        print(f"stale: {', '.join(found)}: run python scripts/report.py" if found else "the report is what the records say")
+        return 1 if found else 0
+    (reports / "commits.json").write_text(json.dumps(ordered_commits(reports), indent=1) + "\n")
     markdown, results = build(reports, reports / "figures")
-    (reports / "report.md").write_text(markdown)
-    (reports / "report.html").write_text(page(markdown, reports))
+    write(reports, markdown, reports / "figures")
     print(f"reports/report.md and report.html: {len(results.citations)} numbers from {len(results.contents)} files")
     return 0
 

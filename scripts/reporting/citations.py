@@ -6,11 +6,12 @@ was printed, from where and how is kept, so that a test can do it again from the
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Iterator
+
+from rankmixer import schema
 
 NO_RECORD = "no record"
 NOT_RECORDED = "not recorded"
@@ -26,6 +27,8 @@ FORMULAS: dict[str, Callable[..., Any]] = {
     "length": len,
     "ratio": lambda reference, value: reference / value,
     "difference": lambda value, reference: value - reference,
+    # Of a time saved, the share that one piece saves: it switched off (`without`), the whole, and `none`.
+    "share_of_gain": lambda without, value, none: (without - value) / (none - value),
     # The assignment's estimate: (T_serial - T_overlap) / T_comm, with its sign.
     "hidden": lambda serial, overlapped, exchanges: (serial - overlapped) / exchanges,
     # Bytes a second that a rank sends while the isolated exchanges run.
@@ -70,8 +73,11 @@ class Citation:
 class Results:
     """All JSON records below a folder, by their names relative to its parent, and what has been cited.
 
+    Raises ValueError, which names the file, for one that is no JSON.
+
     Attributes:
         contents: {name: content}; a JSON-lines file is a list of its lines.
+        ages: {commit: its place in history} of the records' commits, from commits.json; empty where there is none.
         citations: in the order of printing.
         place: where the next number stands: a section, or a section's table or figure.
     """
@@ -85,6 +91,8 @@ class Results:
             if not path.name.endswith(".perfetto.json")
         }
         self.contents["notes.json"] = _content(folder.parent / "notes.json")
+        commits = folder.parent / "commits.json"
+        self.ages = {commit: place for place, commit in enumerate(_content(commits))} if commits.exists() else {}
         self.citations: list[Citation] = []
         self.place = ""
 
@@ -140,10 +148,32 @@ class Results:
 
 
 class Record:
-    """A record whose numbers are printed with citations. What it does not hold prints as ``no record``."""
+    """A record whose numbers are printed with citations. What it does not hold prints as ``no record``.
 
-    def __init__(self, results: Results, file: str, prefix: tuple = ()):
-        self.results, self.file, self.prefix = results, file, prefix
+    False where there is none; `lacks` says then what it would be.
+    """
+
+    def __init__(self, results: Results, file: str, prefix: tuple = (), lacks: str = ""):
+        self.results, self.file, self.prefix, self.lacks = results, file, prefix, lacks
+
+    def __bool__(self) -> bool:
+        return self.results.at(self.file, self.prefix) is not None
+
+    @property
+    def name(self) -> str:
+        """The file below the results, and the line."""
+        line = f" line {self.prefix[0] + 1}" if self.prefix else ""
+        return f"{self.file.removeprefix('results/').rpartition('.')[0]}{line}"
+
+    def remark(self) -> str:
+        """What the notes say of this record, in brackets; mostly nothing."""
+        path = "remarks", self.file
+        if self.results.at("notes.json", path) is None:
+            return ""
+        return f" ({self.results.cite('notes.json', 'text', path)})"
+
+    def torch(self) -> str:
+        return self.cite("text", ("environment", "torch"))
 
     def get(self, *path: Any) -> Any:
         """A value for decisions, not for print."""
@@ -205,6 +235,10 @@ class Record:
         path = "ranks", spans.index(max(spans)), field
         return self.cite("value", path, form=form, scale=scale, missing=NOT_RECORDED)
 
+    def share_of_gain(self, without: str, of: str) -> str:
+        """The share of a mode's gain over none that is lost in the mode ``without`` a piece."""
+        return self.cite("share_of_gain", *map(median, (without, of, "none")), form="{:.0f} %", scale=100)
+
     def commit(self) -> str:
         return self.cite("commit", ("environment", "git_commit"))
 
@@ -230,6 +264,9 @@ def printed(value: Any, form: str, scale: float) -> str:
 
 
 def _content(path: Path) -> Any:
-    if path.suffix == ".jsonl":
-        return [json.loads(line) for line in path.read_text().splitlines()]
-    return json.loads(path.read_text())
+    if path.suffix != ".jsonl":
+        return schema.read_json(path)
+    try:
+        return [schema.parsed(line) for line in path.read_text().splitlines()]
+    except ValueError as error:
+        raise ValueError(f"{path}: a line is no JSON ({error})") from None

@@ -18,6 +18,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 from .citations import EXCHANGES, LINK, NO_RECORD, Record, Results, median  # noqa: E402
 from .markdown import source_line  # noqa: E402
 from .modelled import Modelled  # noqa: E402
+from .newest import BACKWARD, FORWARD, HOST_MEMORY, NVLINK, SHAPED, Newest  # noqa: E402
 
 INK = "#0a0b0c"  # replaced by the colour of the text
 COLOURS = ("#3b82c4", "#e08a1e", "#2a9d6f", "#9b6bcc", "#d1495b", "#8a8a8a")
@@ -38,11 +39,10 @@ STYLE = {
     "savefig.transparent": True,
 }
 WIDTH_IN = 5.4  # readable on a phone without magnifying
-NVLINK, HOST_MEMORY = "h200x2-torch-2.11.0", "h200x2-torch-2.11.0-shm"
-HIDDEN = (
-    (NVLINK, "NVLink", ("overlap", "overlap_backward")),
-    (HOST_MEMORY, "host shared memory", ("overlap", "overlap_backward")),
-    ("cpu-netns", "shaped CPU link\n(emulated)", ("forward", "backward")),
+HIDDEN = (  # the link, its name in the plot, and a mode beside none that its record must hold
+    (NVLINK, NVLINK, "kernel:naive"),
+    (HOST_MEMORY, HOST_MEMORY, "kernel:naive"),
+    (SHAPED, "shaped CPU link\n(emulated)", "passes"),
 )
 
 
@@ -50,7 +50,7 @@ class Figures:
     """Plots of a `Results`, written into ``folder``; each method returns the Markdown that shows its plot."""
 
     def __init__(self, results: Results, folder: Path):
-        self.results, self.folder = results, Path(folder)
+        self.results, self.folder, self.newest = results, Path(folder), Newest(results)
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def latency_chunks(self) -> str:
@@ -79,8 +79,8 @@ class Figures:
         return f"![{title}](figures/{name}.svg)\n\n{source_line(self.results.sources(place))}"
 
     def _latency_chunks(self):
-        links = ((NVLINK, "NVLink"), (HOST_MEMORY, "host shared memory"))
-        series = [(link, self._chunk_records(folder), self._chunk_notes(link)) for folder, link in links]
+        links = (NVLINK, HOST_MEMORY)
+        series = [(link, self._chunk_records(link), self._chunk_notes(link)) for link in links]
         if not all(records or prototype for _, records, prototype in series):
             return None
         figure, panels = plt.subplots(len(series), 1, figsize=(WIDTH_IN, 7.2), layout="constrained")
@@ -98,13 +98,10 @@ class Figures:
             panel.legend(fontsize=8.5, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.1))
         return figure
 
-    def _chunk_records(self, folder: str) -> dict[str, list[tuple[float, float]]]:
+    def _chunk_records(self, link: str) -> dict[str, list[tuple[float, float]]]:
         """{label: [(chunks, ms)]} of the compiled forward at the default workload; ``kernel`` is as planned."""
         series: dict[str, list[tuple[float, float]]] = {}
-        for record in self.results.comparisons():
-            compiled_forward = record.get("pass") == "forward" and record.get(*record.setting("no_compile")) is False
-            if record.file.split("/")[1] != folder or not compiled_forward or not _default_shape(record):
-                continue
+        for record in self.newest.of_newest_version(link, FORWARD, compiled=True):
             for mode in record.modes:
                 count = chunks_of(mode, record.plan(mode))
                 if count is not None:
@@ -123,9 +120,9 @@ class Figures:
 
     def _hidden_link(self):
         bars: dict[str, dict[str, float]] = {}
-        for folder, link, files in HIDDEN:
-            for file in files:
-                self._hidden_bars(bars, Record(self.results, f"results/{folder}/{file}.json"), link)
+        for link, name, mode in HIDDEN:
+            for direction in (FORWARD, BACKWARD):
+                self._hidden_bars(bars, self.newest(link, ["none", mode], direction), name)
         groups = list(dict.fromkeys(group for values in bars.values() for group in values))
         if not groups:
             return None
@@ -245,12 +242,6 @@ def chunks_of(mode: str, plan: str | None = None) -> float | None:
         return None
     sizes = found[1].split("+")
     return int(sizes[0]) if len(sizes) == 1 else len(sizes)
-
-
-def _default_shape(record: Record) -> bool:
-    return all(
-        record.get("configuration", name, "overridden") is False for name in ("batch_size", "tokens", "dim", "k")
-    )
 
 
 def _svg(figure, title: str) -> str:

@@ -16,7 +16,7 @@ _KINDS = {
 
 
 class Listings(TableMaker):
-    """Each method returns Markdown, or ``no record``."""
+    """Each method returns Markdown, or a line that says what there is no record of."""
 
     def planner(self) -> str:
         """What the planner and others chose, over the best of all candidates: geometric means over the shapes."""
@@ -34,7 +34,7 @@ class Listings(TableMaker):
                             record.commit(),
                         )
                     )
-        return self.shown(("record", "pass", "choice", "time over the best", "shapes", "commit"), rows, sources)
+        return self.shown("all candidate plans, timed", ("record", "pass", "choice", "time over the best", "shapes", "commit"), rows, sources)
 
     def faults(self) -> str:
         """What went wrong on one rank, what the first other one said, after how long all ended, and what was left over."""
@@ -56,7 +56,22 @@ class Listings(TableMaker):
                         )
                     )
         head = ("a rank", "what the first other rank says", "the others ended after s", "left over", "a run afterwards", "commit")
-        return self.shown(head, rows, sources)
+        return self.shown("faults of a rank", head, rows, sources)
+
+    def endurance(self) -> str:
+        """By how much what a process holds grew, from the first calls to the last: the rank on which it grew most."""
+        rows = []
+        with self.table_of("endurance") as sources:
+            for record in self.results.of_kind("endurance"):
+                counts = [record.cite("value", (name,)) for name in ("calls", "configurations", "kept")]
+                grown = [
+                    _growth(record, name, 2**-20 if name.endswith("bytes") else 1) for name in record.get("bounds")
+                ]
+                bound = record.cite("value", ("bounds", "resident_bytes"), form="{:.1f}", scale=2**-20)
+                rows.append((f"`{record.name}`", *counts, *grown, bound, record.commit()))
+        head = ("record", "calls", "configurations", "layers kept at most", "resident MiB", "device MiB", "open files",
+                "layers", "compilations", "bound of resident MiB", "commit")  # fmt: skip
+        return self.shown("many calls", head, rows, sources)
 
     def notes(self) -> str:
         """The notes, with their source and commit."""
@@ -67,7 +82,7 @@ class Listings(TableMaker):
                 cells = [self.results.cite("notes.json", "text", (*path, field)) for field in ("text", "source")]
                 commit = self.results.cite("notes.json", "commit", (*path, "commit"), missing="not in this repository")
                 rows.append((*cells, commit))
-        return self.shown(("note", "source", "commit"), rows)
+        return self.shown("notes", ("note", "source", "commit"), rows)
 
     def records(self) -> str:
         """Every file that was read."""
@@ -81,7 +96,15 @@ class Listings(TableMaker):
                 rows.append(
                     (f"`{file}`", _KINDS.get(record.get("kind"), record.get("kind")), *versions, record.commit())
                 )
-        return self.shown(("file", "what", "torch", "device", "commit"), rows)
+        return self.shown("records", ("file", "what", "torch", "device", "commit"), rows)
+
+
+def _growth(record: Record, name: str, scale: float) -> str:
+    ranks = record.get("ranks")
+    most = max(range(len(ranks)), key=lambda rank: ranks[rank]["last"][name] - ranks[rank]["warm"][name])
+    path = "ranks", most
+    form = "{:.1f}" if name.endswith("bytes") else "{:.0f}"
+    return record.cite("difference", (*path, "last", name), (*path, "warm", name), form=form, scale=scale)
 
 
 def _inline(text: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Callable, Iterable, Iterator
 
-from .citations import NO_RECORD, Results
+from .citations import NOT_RECORDED, Results
 
 
 class TableMaker:
@@ -25,16 +25,18 @@ class TableMaker:
             self.results.place = before
 
     @staticmethod
-    def shown(head: tuple, rows: list, sources: Callable[[], str] | None = None) -> str:
-        """The table, or that there is no record; `sources` where its rows do not name the files themselves."""
+    def shown(what: str, head: tuple, rows: list, sources: Callable[[], str] | None = None) -> str:
+        """The table, or that there is no record of `what`; `sources` where its rows do not name the files themselves."""
         if not rows:
-            return f"{NO_RECORD.capitalize()}."
+            return f"No record yet: {what}."
         return f"{table(head, rows)}\n\n{sources()}" if sources else table(head, rows)
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    head = tuple(head)
-    lines = [head, ["---"] * len(head), *rows]
+    """The table, without the columns that no row fills."""
+    head, rows = tuple(head), [tuple(row) for row in rows]
+    kept = [i for i in range(len(head)) if any(row[i] not in ("", NOT_RECORDED) for row in rows)]
+    lines = [[row[i] for i in kept] for row in (head, ["---"] * len(head), *rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

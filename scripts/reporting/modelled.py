@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from typing import Iterable
 
-from .citations import NO_RECORD, Record
-from .markdown import TableMaker, table
+from .citations import Record
+from .markdown import TableMaker
 
-FOLDER = "results/simulated/"
 _COUNTS = ("P", "hosts", "cards")
 
 
 class Modelled(TableMaker):
-    """Each method returns Markdown, or ``no record``."""
+    """Each method returns Markdown, or a line that says what is missing."""
 
-    def splits(self, file: str) -> str:
+    def splits(self, record: Record) -> str:
         """What a split into four parts does along L, rows and H, by the equations, for the shape of a record."""
-        record = Record(self.results, file)
         widths = ("world_size",), *map(record.setting, ("dim", "k", "compute_scale"))
         batch, tokens = record.setting("batch_size"), record.setting("tokens")
         with self.table_of("splits") as sources:
@@ -32,7 +30,26 @@ class Modelled(TableMaker):
             partial = record.cite("partial_sums", batch, tokens, record.setting("dim"), form="{:.0f}", scale=2**-20)
             rows = [row("L"), row("rows", "_of_split_rows"), row("H", "", partial)]
         head = ("split along", "operations per byte", "weights read, MiB", "partial sums, MiB")
-        return self.shown(head, rows if record.get("configuration") else [], sources)
+        return self.shown(record.lacks, head, rows if record else [], sources)
+
+    def errors(self) -> str:
+        """How far the simulator is off, in a sentence: single latencies, configurations' medians, our layers, the worst."""
+        lines = []
+        for record in self.results.of_kind("calibration"):
+            judged = record.get("judged")
+            worst = max(range(len(judged)), key=lambda index: abs(judged[index]["error"]))
+            errors = [
+                record.cite("value", (name,), form="{:.1f} %", scale=100)
+                for name in ("median_error", "median_error_of_configurations", "median_error_of_overlapped")
+            ]
+            most = record.cite("value", ("judged", worst, "error"), form="{:+.1f} %", scale=100)
+            lines.append(
+                f"How far the model is off, on latencies that it was not fitted to: the median error of {len(judged)} latencies "
+                f"is {errors[0]}, that of the medians of {len(record.get('configurations'))} configurations {errors[1]}, and of the "
+                f"overlapped layers alone {errors[2]}; the worst single one is {most} (`{judged[worst]['mode']}` of "
+                f"`{judged[worst]['configuration']}`)."
+            )
+        return "\n\n".join(lines) or "No record yet: the simulator's calibration."
 
     def calibration(self) -> str:
         """The simulator against measured latencies that it was not fitted to."""
@@ -52,7 +69,7 @@ class Modelled(TableMaker):
                             record.cite("value", (*path, "error"), form="{:+.1f} %", scale=100),
                         )
                     )
-        return self.shown(("record", "mode", "measured ms", "simulated ms", "error"), rows, sources)
+        return self.shown("the simulator's calibration", ("record", "mode", "measured ms", "simulated ms", "error"), rows, sources)
 
     def defaults(self) -> str:
         """The documented default workloads on other machines: eight ranks of a host, and sixteen of two hosts."""
@@ -63,8 +80,9 @@ class Modelled(TableMaker):
                 few_cards = case["hosts"] == 1 or case["cards"] in (1, 8)
                 if (case["P"], case["hosts"]) in ((8, 1), (16, 2)) and few_cards:
                     rows.append(self._case(record, index))
-        head = ("GPU", *_COUNTS, "pass", "exchanges by", "none ms", "overlapped ms", "ratio", "exposed ms", "hidden")
-        return self.shown(head, rows, sources)
+        head = ("GPU", *_COUNTS, "pass", "exchanges by", "chunks", "none ms", "overlapped ms", "ratio",
+                "not under computation ms", "under computation")  # fmt: skip
+        return self.shown("simulated machines", head, rows, sources)
 
     def cases(self) -> Iterable[tuple[Record, int]]:
         """(record, index) of the simulated cases at the default workload, communication and computation as they are."""
@@ -87,31 +105,37 @@ class Modelled(TableMaker):
             *counts,
             case["pass"],
             case["transport"],
+            f"`{case['plan'].split()[0]}`",
             *times,
             record.cite("ratio", none, overlapped, form="{:.2f}"),
             record.cite("value", (*path, "exposed_s"), form="3", scale=1e3),
             record.cite("value", (*path, "hidden_fraction"), form="{:.0f} %", scale=100),
         )
 
-    def others(self) -> str:
-        """The lists of rows of the simulator's other records, as they are."""
-        parts = []
-        for record in self.results.of_kind("simulation"):
-            if record.file.startswith(FOLDER) and "hosts" not in record.get("cases", 0):
-                parts.append(self._listed(record, "cases"))
-        return "\n\n".join(parts) or f"{NO_RECORD.capitalize()}."
+    def row_chunks(self) -> str:
+        """Chunks of rows beside the planner's chunks along L, where a rank has few tokens."""
+        rows = []
+        with self.table_of("row chunks") as sources:
+            for record in self.results.of_kind("simulation"):
+                for index, case in enumerate(record.get("cases")):
+                    if "row_chunks" in case:
+                        rows.append(self._by_rows(record, ("cases", index), case))
+        head = ("GPU", "P", "T", "L", "pass", "row chunks", "`none` ms", "in row chunks ms", "without exchanges ms",
+                "not under computation ms", "chunks along L", "along L ms", "weights read again MiB",
+                "gradients added MiB")  # fmt: skip
+        return self.shown("simulated chunks of rows", head, rows, sources)
 
-    def _listed(self, record: Record, key: str) -> str:
-        rows, names = [], list(dict.fromkeys(name for row in record.get(key) for name in row))
-        with self.table_of(f"{record.file} {key}") as sources:
-            for index in range(len(record.get(key))):
-                rows.append([_cell(record, (key, index, name)) for name in names])
-        shown = table((name.replace("_", " ") for name in names), rows)
-        return f"**`{record.file}`** (simulated)\n\n{shown}\n\n{sources()}"
-
-
-def _cell(record: Record, path: tuple) -> str:
-    value = record.get(*path)
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return record.cite("value", path, form="4" if isinstance(value, float) else "{}")
-    return "" if value is None else f"`{value}`"
+    @staticmethod
+    def _by_rows(record: Record, path: tuple, case: dict) -> tuple:
+        counts = [record.cite("value", (*path, name)) for name in ("P", "T", "L")]
+        times = [
+            record.cite("value", (*path, f"{name}_s"), form="4", scale=1e3)
+            for name in ("none", "overlapped", "alone", "exposed", "along_tokens")
+        ]
+        sizes = [
+            record.cite("value", (*path, name), form="{:.0f}", scale=2**-20)
+            for name in ("weights_read_again_bytes", "gradients_added_bytes")
+        ]
+        along = f"`{case['plan_along_tokens'].split()[0]}`"
+        chunks = record.cite("value", (*path, "row_chunks"))
+        return case["machine"], *counts, case["pass"], chunks, *times[:4], along, times[4], *sizes

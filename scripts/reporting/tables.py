@@ -6,14 +6,15 @@ from typing import Iterable
 
 import results_file
 
-from .citations import COMP_ONLY, EXCHANGES, NO_RECORD, NOT_RECORDED, Record
+from .citations import COMP_ONLY, EXCHANGES, NOT_RECORDED, Record
 from .markdown import TableMaker, table
+from .newest import options_of
 
 EMULATIONS = ("shm", "netns", "cross", "hosts")  # in the names of folders whose link stands for another
 
 
 class Tables(TableMaker):
-    """Tables over all records of a `Results`; each method returns Markdown, or ``no record``."""
+    """Tables over all records of a `Results`; each method returns Markdown, or a line that says what is missing."""
 
     def comparisons(self) -> str:
         """Per stack, direction and shape: every mode of every comparison."""
@@ -22,6 +23,8 @@ class Tables(TableMaker):
             shape = tuple(record.get(*record.setting(name)) for name in results_file.SHAPE)
             folder = record.file.removeprefix("results/").partition("/")[0]
             groups.setdefault((folder, record.get("pass"), shape), []).append(record)
+        if not groups:
+            return "No record yet: modes compared."
         return "\n\n".join(self._comparison(*key, records) for key, records in sorted(groups.items(), key=_order))
 
     def _comparison(self, folder: str, direction: str, shape: tuple, records: list[Record]) -> str:
@@ -34,6 +37,7 @@ class Tables(TableMaker):
                         (
                             f"`{_name(record)}`",
                             _compiled(record),
+                            _options(record),
                             f"`{mode}`",
                             record.ms(mode),
                             record.ratio(mode),
@@ -45,12 +49,15 @@ class Tables(TableMaker):
                         )
                     )
                 rows += [
-                    (f"`{_name(record)}`", _compiled(record), f"`{mode}`", "failed", *[""] * 5, record.commit())
+                    (f"`{_name(record)}`", _compiled(record), _options(record), f"`{mode}`", "failed", *[""] * 5,
+                     record.commit())
                     for mode in record.get("failed") or ()
                 ]
+            remarks = [f"`{_name(each)}`{text}" for each in records if (text := each.remark())]
         head = (
             "record",
             "compiled",
+            "options",
             "mode",
             "median ms",
             "ratio",
@@ -61,13 +68,14 @@ class Tables(TableMaker):
             "commit",
         )
         plans = [(f"`{_name(each)}` `{mode}`", each.plan(mode)) for each in records for mode in each.modes]
-        return f"{title}\n\n{table(head, rows)}\n\n{sources()}{_plans(plans)}"
+        more = f"\n\nRemarks: {'; '.join(remarks)}." if remarks else ""
+        return f"{title}\n\n{table(head, rows)}\n\n{sources()}{more}{_plans(plans)}"
 
-    def modes(self, files: Iterable[str], modes: Iterable[str]) -> str:
+    def modes(self, records: Iterable[Record], modes: Iterable[str]) -> str:
         """Chosen modes of chosen comparisons, side by side: median, ratio, hidden fraction, exposed communication."""
-        rows = []
-        with self.table_of(" ".join(files)) as sources:
-            for record in (Record(self.results, file) for file in files):
+        rows, records = [], list(records)
+        with self.table_of(" ".join(each.file for each in records)) as sources:
+            for record in records:
                 for mode in (mode for mode in modes if record.get("measurements", mode)):
                     rows.append(
                         (
@@ -79,7 +87,8 @@ class Tables(TableMaker):
                             record.exposed(mode),
                         )
                     )
-        return self.shown(("pass", "mode", "median ms", "ratio", "hidden", "exposed ms"), rows, sources)
+        head = ("pass", "mode", "median ms", "ratio", "hidden", "exposed ms")
+        return self.shown("; ".join(each.lacks for each in records), head, rows, sources)
 
     def single_runs(self) -> str:
         """The records of `benchmark.py`: one mode at a time."""
@@ -96,13 +105,24 @@ class Tables(TableMaker):
                         record.get("pass"),
                         record.shape(),
                         _compiled(record),
+                        _options(record),
                         record.cite("value", ("slowest_rank", "p50_s"), form="4", scale=1e3),
                         record.cite("largest", ("peak_memory_bytes",), form="{:.0f}", scale=2**-20),
                         record.commit(),
                     )
                 )
-        head = ("record", "mode", "pass", "(B, T, D, k)", "compiled", "median ms", "peak MiB", "commit")
-        return self.shown(head, rows, sources) + _plans(plans)
+        head = ("record", "mode", "pass", "(B, T, D, k)", "compiled", "options", "median ms", "peak MiB", "commit")
+        return self.shown("one mode at a time", head, rows, sources) + _plans(plans)
+
+    def small_runs(self, pairs: Iterable[list[Record]]) -> str:
+        """Runs of `none` and `kernel` one at a time, of each torch version."""
+        rows = []
+        with self.table_of("small runs") as sources:
+            for records in pairs:
+                times = [each.cite("value", ("slowest_rank", "p50_s"), form="4", scale=1e3) for each in records]
+                rows.append((records[0].torch(), records[0].shape(), *times, records[0].commit()))
+        head = ("torch", "(B, T, D, k)", "`none` ms", "`kernel` by NCCL ms", "commit")
+        return self.shown("small shapes, eager, one mode at a time", head, rows, sources)
 
     def checks(self) -> str:
         """What was compared with the sequential layer, and how it came out."""
@@ -114,7 +134,7 @@ class Tables(TableMaker):
                     if checked.get(mode, {}).get("ran") or mode in whole:
                         rows.append(
                             (
-                                f"`{_name(record, folder=True)}`",
+                                f"`{record.name}`",
                                 f"`{mode}`",
                                 _verdict(checked.get(mode)),
                                 *_gradients(record, mode),
@@ -133,7 +153,7 @@ class Tables(TableMaker):
             "largest",
             "commit",
         )
-        return self.shown(head, rows, sources)
+        return self.shown("checks", head, rows, sources)
 
     def traces(self) -> str:
         """What ran beside what, from the device traces; the worst rank."""
@@ -172,7 +192,7 @@ class Tables(TableMaker):
             "epilogues",
             "commit",
         )
-        return self.shown(head, rows, sources)
+        return self.shown("device traces", head, rows, sources)
 
     def hiding(self) -> str:
         """The figures of `scripts/measure.py`: hidden, by the assignment and against our own kernels in sequence."""
@@ -187,7 +207,7 @@ class Tables(TableMaker):
                     ]
                     rows.append(
                         (
-                            f"`{_name(record, folder=True)}`",
+                            f"`{record.name}`",
                             record.get("pass"),
                             f"`{mode}`",
                             *shares,
@@ -206,7 +226,7 @@ class Tables(TableMaker):
             "exposed ms",
             "commit",
         )
-        return self.shown(head, rows, sources)
+        return self.shown("times and traces of one run, by `scripts/measure.py`", head, rows, sources)
 
     def splits(self) -> str:
         """What splitting the local computation costs on one device, and what of it equals the whole bit for bit."""
@@ -216,7 +236,7 @@ class Tables(TableMaker):
                 for index, row in enumerate(record.get("splits")):
                     rows.append(
                         (
-                            f"`{_name(record, folder=True)}`",
+                            f"`{record.name}`",
                             row["axis"] or "whole",
                             record.cite("value", ("splits", index, "parts")),
                             *_split_times(record, index),
@@ -239,17 +259,17 @@ class Tables(TableMaker):
             "exchanges it cuts",
             "commit",
         )
-        return self.shown(head, rows, sources)
+        return self.shown("the computation in parts, by `scripts/splits.py`", head, rows, sources)
 
-    def links(self, links: Iterable[tuple[str, str, str]]) -> str:
+    def links(self, links: Iterable[tuple[str, Record, str]]) -> str:
         """(what the link is, a record over it, our best mode there) side by side."""
-        rows = []
+        rows, links = [], list(links)
         with self.table_of("links") as sources:
-            for what, file, mode in links:
-                record = Record(self.results, file)
+            for what, record, mode in (each for each in links if each[1]):
                 rows.append(
                     (
                         what,
+                        record.torch(),
                         record.link(),
                         record.ms(EXCHANGES),
                         record.ms(COMP_ONLY),
@@ -261,6 +281,7 @@ class Tables(TableMaker):
                 )
         head = (
             "link",
+            "torch",
             "GB/s a rank",
             "exchanges ms",
             "computation ms",
@@ -269,13 +290,13 @@ class Tables(TableMaker):
             "ratio",
             "hidden",
         )
-        return self.shown(head, rows, sources)
+        return self.shown("; ".join(record.lacks for _, record, _ in links), head, rows, sources)
 
-    def memory(self, files: Iterable[str]) -> str:
+    def memory(self, records: Iterable[Record]) -> str:
         """Peak memory of every mode beside that of none."""
         rows = []
         with self.table_of("memory") as sources:
-            for record in (Record(self.results, file) for file in files):
+            for record in {each.name: each for each in records if each}.values():
                 for mode in (mode for mode in record.modes if record.get("measurements", mode, "peak_memory_bytes")):
                     first = (
                         ("measurements", "none", "peak_memory_bytes", 0),
@@ -283,14 +304,14 @@ class Tables(TableMaker):
                     )
                     rows.append(
                         (
-                            f"`{_name(record, folder=True)}`",
+                            f"`{record.name}`",
                             record.get("pass"),
                             f"`{mode}`",
                             record.peak(mode),
                             record.cite("ratio", *reversed(first), form="{:.2f}"),
                         )
                     )
-        return self.shown(("record", "pass", "mode", "peak MiB", "of none"), rows, sources)
+        return self.shown("peak memory", ("record", "pass", "mode", "peak MiB", "of none"), rows, sources)
 
     def sweeps(self) -> str:
         """Per results file of a sweep and comparison: each mode's ratio to none over the shapes."""
@@ -300,7 +321,7 @@ class Tables(TableMaker):
                 continue
             for key in sorted({results_file.comparison_of(line) for line in lines}):
                 parts.append(self._sweep(file, key, lines))
-        return "\n\n".join(parts) or f"Sweep over all shapes: {NO_RECORD}."
+        return "\n\n".join(parts) or "No record yet: a sweep over all shapes."
 
     def _sweep(self, file: str, key: tuple, lines: list[dict]) -> str:
         chosen = [index for index, line in enumerate(lines) if results_file.comparison_of(line) == key]
@@ -349,10 +370,13 @@ def _order(group: tuple) -> tuple:
     return folder, direction, [-size for size in shape]
 
 
-def _name(record: Record, folder: bool = False) -> str:
-    path = record.file.removeprefix("results/").removesuffix(".json")
-    line = f" line {record.prefix[0] + 1}" if record.prefix else ""
-    return (path if folder else path.partition("/")[2]) + line
+def _name(record: Record) -> str:
+    """Below the stack's folder, where it lies in one."""
+    return record.name.partition("/")[2] or record.name
+
+
+def _options(record: Record) -> str:
+    return " ".join(f"`{option}`" for option in options_of(record))
 
 
 def _compiled(record: Record) -> str:
