@@ -199,12 +199,16 @@ def modes(asked: Question) -> str:
 
 
 def calibration() -> str:
-    """On what the simulation was calibrated, and how well that fits, in a line."""
+    """On what the simulation was calibrated, and how far it is off elsewhere, in a line."""
     judged = json.loads(CALIBRATION.read_text())
     fitted_on = len({each["configuration"] for each in judged["fitted_on"]})
-    error, others = judged["median_error_of_configurations"], len(judged["configurations"])
-    fitted = f"fitted on {fitted_on} configurations of two H200s"
-    return f"{fitted}; median error {error:.1%} on {others} others ({CALIBRATION.relative_to(ROOT)})"
+    others, worst = len(judged["configurations"]), max((each["error"] for each in judged["judged"]), key=abs)
+    return (
+        f"fitted on {fitted_on} configurations of two H200s; median error {judged['median_error']:.1%} of "
+        f"{len(judged['judged'])} other latencies, {judged['median_error_of_configurations']:.1%} of {others} configurations' "
+        f"medians, {judged['median_error_of_overlapped']:.1%} of overlapped layers, at worst {worst:+.1%} "
+        f"({CALIBRATION.relative_to(ROOT)})"
+    )
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -211,6 +211,11 @@ class Record:
         """Milliseconds that a mode takes more than another."""
         return self.cite("difference", median(mode), median(to), form="3", scale=1e3)
 
+    def slower(self, mode: str, than: str) -> bool:
+        """For decisions: whether the record holds both modes, and one takes longer than the other."""
+        seconds = [self.get(*median(each)) for each in (mode, than)]
+        return None not in seconds and seconds[0] > seconds[1]
+
     def tokens(self, mode: str) -> str:
         """Millions of tokens a second, of the whole group. Older comparisons of the FFN alone do not record it."""
         return self.cite("value", ("measurements", mode, "tokens_per_s"), form="3", scale=1e-6, missing=NOT_RECORDED)

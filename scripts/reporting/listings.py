@@ -108,4 +108,4 @@ def _growth(record: Record, name: str, scale: float) -> str:
 
 
 def _inline(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+    return " ".join(text.split()).replace("|", "\\|")

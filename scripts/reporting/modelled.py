@@ -42,10 +42,11 @@ class Modelled(TableMaker):
                 record.cite("value", (name,), form="{:.1f} %", scale=100)
                 for name in ("median_error", "median_error_of_configurations", "median_error_of_overlapped")
             ]
+            counts = [record.cite("length", (name,)) for name in ("judged", "configurations")]
             most = record.cite("value", ("judged", worst, "error"), form="{:+.1f} %", scale=100)
             lines.append(
-                f"How far the model is off, on latencies that it was not fitted to: the median error of {len(judged)} latencies "
-                f"is {errors[0]}, that of the medians of {len(record.get('configurations'))} configurations {errors[1]}, and of the "
+                f"How far the model is off, on latencies that it was not fitted to: the median error of {counts[0]} latencies "
+                f"is {errors[0]}, that of the medians of {counts[1]} configurations {errors[1]}, and of the "
                 f"overlapped layers alone {errors[2]}; the worst single one is {most} (`{judged[worst]['mode']}` of "
                 f"`{judged[worst]['configuration']}`)."
             )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Iterable
+from typing import Callable, Iterable
 
 import results_file
 
 from .citations import COMP_ONLY, EXCHANGES, NOT_RECORDED, Record
 from .markdown import TableMaker, table
-from .newest import options_of
+from .newest import missing, options_of
 
 EMULATIONS = ("shm", "netns", "cross", "hosts")  # in the names of folders whose link stands for another
 
@@ -88,7 +88,7 @@ class Tables(TableMaker):
                         )
                     )
         head = ("pass", "mode", "median ms", "ratio", "hidden", "exposed ms")
-        return self.shown("; ".join(each.lacks for each in records), head, rows, sources)
+        return self._with_missing(head, rows, sources, records)
 
     def single_runs(self) -> str:
         """The records of `benchmark.py`: one mode at a time."""
@@ -290,11 +290,11 @@ class Tables(TableMaker):
             "ratio",
             "hidden",
         )
-        return self.shown("; ".join(record.lacks for _, record, _ in links), head, rows, sources)
+        return self._with_missing(head, rows, sources, [record for _, record, _ in links])
 
     def memory(self, records: Iterable[Record]) -> str:
         """Peak memory of every mode beside that of none."""
-        rows = []
+        rows, records = [], list(records)
         with self.table_of("memory") as sources:
             for record in {each.name: each for each in records if each}.values():
                 for mode in (mode for mode in record.modes if record.get("measurements", mode, "peak_memory_bytes")):
@@ -311,7 +311,12 @@ class Tables(TableMaker):
                             record.cite("ratio", *reversed(first), form="{:.2f}"),
                         )
                     )
-        return self.shown("peak memory", ("record", "pass", "mode", "peak MiB", "of none"), rows, sources)
+        return self._with_missing(("record", "pass", "mode", "peak MiB", "of none"), rows, sources, records)
+
+    def _with_missing(self, head: tuple, rows: list, sources: Callable[[], str], records: list[Record]) -> str:
+        """The table of these records, and which of them there are none of."""
+        parts = [self.shown("", head, rows, sources)] if rows else []
+        return "\n\n".join([*parts, *([] if all(records) else [missing(*records)])])
 
     def sweeps(self) -> str:
         """Per results file of a sweep and comparison: each mode's ratio to none over the shapes."""

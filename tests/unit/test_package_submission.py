@@ -109,4 +109,4 @@ def test_a_stale_report_is_refused(clone, tmp_path):
     text.write_text(text.read_text() + "- Another one.\n")
     git(stale, "commit", "--quiet", "-am", "text without its report")
     result = package(stale, tmp_path / "out.zip")
-    assert result.returncode == 1 and "report.md is stale" in result.stdout
+    assert result.returncode == 1 and "stale: report.md, report.html: run" in result.stdout

@@ -19,6 +19,8 @@ sys.path.append(str(ROOT / "scripts"))
 import report  # noqa: E402
 from reporting.citations import Record, Results, printed  # noqa: E402
 from reporting.figures import AS_PLANNED, chunks_of  # noqa: E402
+from reporting.markdown import table  # noqa: E402
+from reporting.newest import Newest  # noqa: E402
 from reporting.page import page  # noqa: E402
 
 REPORTS = ROOT / "reports"
@@ -82,6 +84,7 @@ def gemms(B, P, D, H):
 FORMULAS = {
     "value": lambda value: value, "largest": max, "ratio": lambda a, b: a / b, "difference": lambda a, b: a - b,
     "hidden": lambda serial, mode, exchanges: serial / exchanges - mode / exchanges,
+    "share_of_gain": lambda without, whole, none: 1 - (none - without) / (none - whole),
     "link": lambda sent, count, seconds: sent / (seconds / count),
     "gemm_rate": lambda B, T, D, k, scale, direction, us: {"forward": 1, "forward+backward": 3}[direction]
     * 2 * B * T * (D * 2 * D * k * scale + D * k * scale * D) / us * 1e6,
@@ -162,7 +165,9 @@ def test_another_value_in_a_record_is_another_number_in_the_report(built, tmp_pa
     markdown, _ = report.build(tmp_path / "reports", tmp_path / "figures")
     assert "6.123 ms" in markdown and "| `kernel` | 6.123 |" in markdown and "fffffff" in markdown
     assert "Plans: `overlap` `kernel` `4,12,12,4 r7 a2 b1 s16`." in markdown and "Plans: " not in before
-    assert markdown.count(shown) < before.count(shown) and markdown.count("no record") > before.count("no record")
+    assert markdown.count(shown) < before.count(shown)
+    lacking = "No record yet: `none`, `passes` over a shaped CPU link, forward."
+    assert markdown.count(lacking) == 2 and lacking not in before
 
 
 def test_without_records_the_report_says_so(tmp_path):
@@ -170,20 +175,29 @@ def test_without_records_the_report_says_so(tmp_path):
     (tmp_path / "results").mkdir()
     (tmp_path / "notes.json").write_text("{}")
     markdown, results = report.build(tmp_path, tmp_path / "figures")
-    assert results.citations == [] and "forward no record ms sequential" in markdown
+    assert results.citations == [] and "no record ms" not in markdown and "no recordx" not in markdown
+    assert "No record yet: `none`, `kernel:peers` over NVLink, forward, compiled." in markdown
+    assert "No record yet: faults of a rank." in markdown and "No record.\n" not in markdown
     assert "Roofline of the forward GEMMs and of whole layers: no record." in markdown
 
 
 ENVIRONMENT = {"git_commit": "a" * 40, "torch": "2.6.0", "device": "CPU"}
 CASE = {"machine": "H200", "P": 8, "hosts": 1, "link": "NVLink", "cards": None, "comm_scale": 1, "compute_scale": 1,
         "pass": "forward", "transport": "collectives", "none_s": 0.005, "overlapped_s": 0.004, "exposed_s": 3e-4,
-        "hidden_fraction": 0.75}  # fmt: skip
+        "hidden_fraction": 0.75, "plan": "2,4,2 r3 a2 b1 s0"}  # fmt: skip
+COUNTS = {"resident_bytes": 0, "device_bytes": 0, "files": 3, "layers": 16, "compilations": 16}
 OTHERS = {
     "simulated/scaling": {"kind": "simulation", "cases": [
         CASE, {**CASE, "P": 16, "hosts": 2, "cards": 8, "none_s": 0.0061234}, {**CASE, "comm_scale": 2, "none_s": 0.777}]},
     "simulated/rows": {"kind": "simulation", "cases": [
-        {"machine": "H20", "row_chunks": 2, "none_s": 0.0123456, "why": None}]},
-    "simulated/calibration": {"kind": "calibration", "median_error": 0.0312, "judged": [
+        {"machine": "H20", "P": 16, "T": 64, "L": 4, "pass": "forward", "row_chunks": 2, "none_s": 0.0123456,
+         "overlapped_s": 0.011, "alone_s": 0.01, "exposed_s": 0.001, "along_tokens_s": 0.009,
+         "plan_along_tokens": "2,2 r7 a2 b1 s0", "weights_read_again_bytes": 2**21, "gradients_added_bytes": 0}]},
+    "some-faults/endurance": {"kind": "endurance", "environment": ENVIRONMENT, "calls": 100, "configurations": 16, "kept": 256,
+        "bounds": {**COUNTS, "resident_bytes": 2**25}, "ranks": [
+            {"warm": COUNTS, "last": COUNTS}, {"warm": COUNTS, "last": {**COUNTS, "resident_bytes": 3 * 2**19}}]},
+    "simulated/calibration": {"kind": "calibration", "median_error": 0.0312, "median_error_of_configurations": 0.045,
+        "median_error_of_overlapped": 0.06, "configurations": {"some.json": 0.025}, "judged": [
         {"configuration": "some.json", "mode": "none", "measured_s": 0.004, "simulated_s": 0.0041, "error": 0.025}]},
     "some-faults/faults": {"kind": "faults", "environment": ENVIRONMENT, "faults": [
         {"fault": "is killed", "at_fault": 0, "problems": [], "rerun": {"ok": True}, "ranks": [
@@ -192,9 +206,13 @@ OTHERS = {
     "gpu/planner": {"kind": "planner", "environment": ENVIRONMENT, "pass": "forward", "shapes": [[1], [2]],
                     "geometric_means": {"planner": 1.0123}},
 }  # fmt: skip
-ROWS = ["| H200 | 8 | 1 |  | forward | collectives | 5.000 | 4.000 | 1.25 | 0.300 | 75 % |",
-        "| H200 | 16 | 2 | 8 | forward | collectives | 6.123 | 4.000 | 1.53 | 0.300 | 75 % |",
-        "| `H20` | 2 | 0.01235 |  |", "| `some.json` | `none` | 4.000 | 4.100 | +2.5 % |", "the median error is\n3.1 %.",
+ROWS = ["| H200 | 8 | 1 |  | forward | collectives | `2,4,2` | 5.000 | 4.000 | 1.25 | 0.300 | 75 % |",
+        "| H200 | 16 | 2 | 8 | forward | collectives | `2,4,2` | 6.123 | 4.000 | 1.53 | 0.300 | 75 % |",
+        "| H20 | 16 | 64 | 4 | forward | 2 | 12.35 | 11.00 | 10.00 | 1.000 | `2,2` | 9.000 | 2 | 0 |",
+        "| `some.json` | `none` | 4.000 | 4.100 | +2.5 % |",
+        "the median error of 1 latencies is 3.1 %, that of the medians of 1 configurations 4.5 %, and of the overlapped "
+        "layers alone 6.0 %; the worst single one is +2.5 % (`none` of `some.json`).",
+        "| `some-faults/endurance` | 100 | 16 | 256 | 1.5 | 0.0 | 0 | 0 | 0 | 32.0 | aaaaaaa |",
         "| is killed | rank 0 \\| died | 12.2 | nothing | works | aaaaaaa |",
         "| `gpu/planner.json` | forward | `planner` | 1.012 | 2 | aaaaaaa |"]  # fmt: skip
 
@@ -209,6 +227,97 @@ def test_records_of_the_simulator_the_planner_and_faults_become_tables(tmp_path)
     markdown, _ = report.build(tmp_path, tmp_path / "figures")
     assert [row for row in ROWS if row not in markdown] == []
     assert "777" not in markdown and (tmp_path / "figures" / "scaling.svg").exists()
+
+
+PEERS = "h200x2-torch-2.11.0/peers.json"
+OTHER = "b" * 40
+
+
+def with_record(folder, name, seconds, commit=OTHER, torch="2.11.0+cu130", **settings):
+    """The reports with another record, of another median of `kernel:peers`."""
+    if not folder.exists():
+        shutil.copytree(REPORTS, folder)
+    content = json.loads((REPORTS / "results" / PEERS).read_text())
+    content["measurements"]["kernel:peers"]["slowest_rank"]["p50_s"] = seconds
+    content["environment"] |= {"git_commit": commit, "torch": torch}
+    for setting, value in settings.items():
+        content["configuration"][setting] = {"value": value, "default": None, "overridden": True}
+    (folder / "results" / name).parent.mkdir(exist_ok=True)
+    (folder / "results" / name).write_text(json.dumps(content))
+    return Newest(Results(folder / "results"))("NVLink", ["none", "kernel:peers"])
+
+
+def test_the_newest_comparable_record_is_the_one_that_is_cited(tmp_path):
+    old = json.loads((REPORTS / "commits.json").read_text())[0]
+    before, folder = f"results/{PEERS}", tmp_path / "reports"
+    assert with_record(folder, "h200x2-torch-2.11.0/z.json", 0.001, commit=old).file == before
+    assert with_record(folder, "h200x2-torch-2.11.0/graphs.json", 0.001, cuda_graph=True).file == before
+    assert with_record(folder, "h200x2-torch-2.11.0-shm/new.json", 0.001).file == before
+    assert with_record(folder, "h200x2-torch-2.6.0/new.json", 0.001, torch="2.6.0+cu124").file == before
+    assert with_record(folder, "h200x2-torch-2.11.0/any name.json", 0.0023456, rounds=9).file.endswith("any name.json")
+    newest = with_record(folder, "some folder/new.json", 0.0034567, commit=old, torch="2.13.0")
+    assert newest.file == "results/some folder/new.json"
+    markdown, _ = report.build(folder, tmp_path / "figures")
+    assert "through the peers' memory it takes\n  3.457 ms" in markdown and "(torch 2.13.0)" in markdown
+
+
+def test_traces_that_are_compared_are_of_one_commit(tmp_path):
+    newest = Newest(Results(REPORTS / "results"))
+    assert [each.get("mode") for each in newest.traces("NVLink", ["kernel:naive", "kernel"])] == ["kernel:naive", "kernel"]
+    later = REPORTS / "results" / "h200x2-torch-2.11.0" / "traces" / "kernel.trace.json"
+    shutil.copytree(REPORTS, tmp_path / "reports")
+    content = json.loads(later.read_text())
+    content["environment"]["git_commit"] = OTHER
+    (tmp_path / "reports" / "results" / "h200x2-torch-2.11.0" / "later.trace.json").write_text(json.dumps(content))
+    newest = Newest(Results(tmp_path / "reports" / "results"))
+    pair, (alone,) = newest.traces("NVLink", ["kernel:naive", "kernel"]), newest.traces("NVLink", ["kernel"])
+    assert {each.get("environment", "git_commit") for each in pair} == {"86b03517e5188b89b7767806044e0bbee1c3d1f7"}
+    assert alone.file.endswith("later.trace.json")
+
+
+def test_runs_of_one_mode_are_paired_by_version_and_commit(built):
+    table = built[1].split("this is what the layer takes beside `none`:")[1].split("*Source")[0]
+    assert "| 2.11.0+cu130 | (4, 16, 128, 2) | 0.7518 | 2.963 | e2a187b |" in table
+    assert "| 2.6.0+cu124 | (4, 16, 128, 2) | 0.4156 | 1.798 | e2a187b |" in table
+
+
+def test_what_is_unlike_its_neighbours_says_why(built):
+    (large,) = (line for line in built[1].splitlines() if line.startswith("| `h200x2-torch-2.11.0/large_kernel.json`"))
+    assert "`--large-block`" in large and built[1].count("`--cuda-graph` |") == 2
+    assert "`peers_norm` (`kernel:peers` began with a rank's own rows at that commit)" in built[1]
+
+
+def test_columns_that_no_record_fills_are_left_out(built):
+    rows = table(("a", "b", "c"), [("1", "", "not recorded"), ("2", "", "")])
+    assert rows == "| a |\n| --- |\n| 1 |\n| 2 |"
+    for lines in re.findall(r"(?:^\|.*\n)+", built[1], re.MULTILINE):
+        cells = [line.strip("| \n").split(" | ") for line in lines.splitlines()[2:] if "\\|" not in line]
+        if len({len(row) for row in cells}) == 1:
+            assert not any(set(column) <= {"not recorded"} for column in zip(*cells)), lines[:200]
+
+
+def test_a_record_that_is_cut_off_is_named(tmp_path):
+    shutil.copytree(REPORTS, tmp_path / "reports")
+    file = tmp_path / "reports" / OVERLAP
+    file.write_text(file.read_text()[:3000])
+    with pytest.raises(ValueError, match="overlap.json: is no JSON"):
+        report.build(tmp_path / "reports", tmp_path / "figures")
+    file.unlink()
+    (tmp_path / "reports" / "results" / "sweep.jsonl").write_text("{}\n{\n")
+    with pytest.raises(ValueError, match="sweep.jsonl: a line is no JSON"):
+        report.build(tmp_path / "reports", tmp_path / "figures")
+
+
+def test_the_check_compares_every_file(tmp_path):
+    folder = tmp_path / "reports"
+    shutil.copytree(REPORTS, folder)
+    markdown, _ = report.build(folder, folder / "figures")
+    report.write(folder, markdown, folder / "figures")
+    assert report.stale(folder) == []
+    for name in ("report.md", "report.html", "figures/roofline.svg"):
+        (folder / name).write_text((folder / name).read_text() + " ")
+    (folder / "commits.json").write_text("[]")
+    assert {"report.md", "report.html", "figures/roofline.svg", "commits.json"} <= set(report.stale(folder))
 
 
 def test_a_sweep_is_a_table_a_comparison(tmp_path):

@@ -168,3 +168,9 @@ def test_a_layout_that_does_not_divide_is_refused():
 def test_a_simulated_record_must_say_so(calibration):
     with pytest.raises(ValueError, match="simulated=None: must be true"):
         record.validate({name: value for name, value in calibration.items() if name != "simulated"})
+
+
+@pytest.mark.parametrize("value", [-1.0, 0, float("inf"), float("nan"), True, "1"])
+def test_fitted_numbers_are_positive_and_finite(calibration, value):
+    with pytest.raises(ValueError, match="fitted.eager_launch_s="):
+        record.validate({**calibration, "fitted": {**calibration["fitted"], "eager_launch_s": value}})

@@ -95,7 +95,7 @@ def test_the_report_shows_a_record(result, tmp_path):
     record.write(result, tmp_path / "results" / "cpu" / "splits.json")
     markdown, _ = report.build(tmp_path, tmp_path / "figures")
     before, now = (text.split("**Measured.**")[1].split("## ")[0] for text in (without, markdown))
-    assert "No record." in before and "| `cpu/splits` | whole | 1 |" in now
+    assert "No record yet: the computation in parts" in before and "| `cpu/splits` | whole | 1 |" in now
     rows = [line for line in now.splitlines() if "| `cpu/splits` | " in line]
     assert len(rows) == len(ASKED) and "| none |" in rows[-1]
     assert "`norm_x.weight`" in rows[1] and "| equal |" in rows[1] and "| dispatch and combine |" in rows[1]
