@@ -1,6 +1,8 @@
-"""Tables of other records: how good plans are, faults, notes, and all files that were read."""
+"""Tables of other records: how good plans are, splits, faults, many calls, notes, and all files that were read."""
 
 from __future__ import annotations
+
+from typing import Iterable
 
 from .citations import Record
 from .markdown import TableMaker
@@ -35,6 +37,39 @@ class Listings(TableMaker):
                         )
                     )
         return self.shown("all candidate plans, timed", ("record", "pass", "choice", "time over the best", "shapes", "commit"), rows, sources)
+
+    def splits(self) -> str:
+        """What splitting the local computation costs on one device, and what of it equals the whole bit for bit."""
+        rows = []
+        with self.table_of("splits measured") as sources:
+            for record in self.results.of_kind("splits"):
+                for index, row in enumerate(record.get("splits")):
+                    rows.append(
+                        (
+                            f"`{record.name}`",
+                            row["axis"] or "whole",
+                            record.cite("value", ("splits", index, "parts")),
+                            *_split_times(record, index),
+                            *_split_verdict(record, index),
+                            _CUT_BY[row["axis"]],
+                            record.commit(),
+                        )
+                    )
+        head = (
+            "record",
+            "split along",
+            "parts",
+            "forward ms",
+            "over the whole",
+            "with backward ms",
+            "over the whole",
+            "output",
+            "gradients that differ",
+            "worst relative error",
+            "exchanges it cuts",
+            "commit",
+        )
+        return self.shown("the computation in parts, by `scripts/splits.py`", head, rows, sources)
 
     def faults(self) -> str:
         """What went wrong on one rank, what the first other one said, after how long all ended, and what was left over."""
@@ -97,6 +132,28 @@ class Listings(TableMaker):
                     (f"`{file}`", _KINDS.get(record.get("kind"), record.get("kind")), *versions, record.commit())
                 )
         return self.shown("records", ("file", "what", "torch", "device", "commit"), rows)
+
+
+_CUT_BY = {None: "", "L": "dispatch and combine", "rows": "dispatch and combine", "H": "none"}  # by construction
+
+
+def _split_times(record: Record, index: int) -> Iterable[str]:
+    for direction in ("forward", "forward+backward"):
+        ours, whole = (("splits", each, "passes", direction, "p50_s") for each in (index, 0))
+        yield record.cite("value", ours, form="4", scale=1e3)
+        yield record.cite("ratio", ours, whole, form="{:.2f}") if index else ""
+
+
+def _split_verdict(record: Record, index: int) -> tuple[str, str, str]:
+    """(the output equal or not, gradients that differ, the worst relative error of all)."""
+    path = "splits", index, "compared"
+    verdicts = record.get(*path)
+    if not verdicts:
+        return "", "", ""
+    wrong = [f"`{name}`" for name, each in verdicts.items() if not each["equal"] and name != "output"]
+    worst = max(verdicts, key=lambda name: verdicts[name]["relative_error"])
+    error = record.cite("value", (*path, worst, "relative_error"), form="{:.1e}")
+    return "equal" if verdicts["output"]["equal"] else "differs", ", ".join(wrong), f"{error} (`{worst}`)"
 
 
 def _growth(record: Record, name: str, scale: float) -> str:

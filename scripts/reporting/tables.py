@@ -228,39 +228,6 @@ class Tables(TableMaker):
         )
         return self.shown("times and traces of one run, by `scripts/measure.py`", head, rows, sources)
 
-    def splits(self) -> str:
-        """What splitting the local computation costs on one device, and what of it equals the whole bit for bit."""
-        rows = []
-        with self.table_of("splits measured") as sources:
-            for record in self.results.of_kind("splits"):
-                for index, row in enumerate(record.get("splits")):
-                    rows.append(
-                        (
-                            f"`{record.name}`",
-                            row["axis"] or "whole",
-                            record.cite("value", ("splits", index, "parts")),
-                            *_split_times(record, index),
-                            *_split_verdict(record, index),
-                            _CUT_BY[row["axis"]],
-                            record.commit(),
-                        )
-                    )
-        head = (
-            "record",
-            "split along",
-            "parts",
-            "forward ms",
-            "over the whole",
-            "with backward ms",
-            "over the whole",
-            "output",
-            "gradients that differ",
-            "worst relative error",
-            "exchanges it cuts",
-            "commit",
-        )
-        return self.shown("the computation in parts, by `scripts/splits.py`", head, rows, sources)
-
     def links(self, links: Iterable[tuple[str, Record, str]]) -> str:
         """(what the link is, a record over it, our best mode there) side by side."""
         rows, links = [], list(links)
@@ -342,28 +309,6 @@ def _plans(plans: Iterable[tuple[str, str | None]]) -> str:
     """A paragraph of the plans of (what ran with it, the plan), of those that are recorded."""
     named = [f"{what} `{plan}`" for what, plan in plans if plan is not None]
     return f"\n\nPlans: {'; '.join(named)}." if named else ""
-
-
-_CUT_BY = {None: "", "L": "dispatch and combine", "rows": "dispatch and combine", "H": "none"}  # by construction
-
-
-def _split_times(record: Record, index: int) -> Iterable[str]:
-    for direction in ("forward", "forward+backward"):
-        ours, whole = (("splits", each, "passes", direction, "p50_s") for each in (index, 0))
-        yield record.cite("value", ours, form="4", scale=1e3)
-        yield record.cite("ratio", ours, whole, form="{:.2f}") if index else ""
-
-
-def _split_verdict(record: Record, index: int) -> tuple[str, str, str]:
-    """(the output equal or not, gradients that differ, the worst relative error of all)."""
-    path = "splits", index, "compared"
-    verdicts = record.get(*path)
-    if not verdicts:
-        return "", "", ""
-    wrong = [f"`{name}`" for name, each in verdicts.items() if not each["equal"] and name != "output"]
-    worst = max(verdicts, key=lambda name: verdicts[name]["relative_error"])
-    error = record.cite("value", (*path, worst, "relative_error"), form="{:.1e}")
-    return "equal" if verdicts["output"]["equal"] else "differs", ", ".join(wrong), f"{error} (`{worst}`)"
 
 
 def _emulated(folder: str) -> str:
