@@ -2,9 +2,9 @@
 
 Lines with the same pass and compilation (`comparison_of`) form one comparison and have the same configuration but for
 the shape; all lines have the same versions, device, commit, ranks, plugin and environment variables. `append` refuses
-anything else, and a shape that a comparison has, so that none can mix settings or count a shape twice. A line is on disk
-when `append` returns. What a killed process left of an unfinished line is no record: `read` leaves it out and `append`
-removes it. One sweep at a time writes a file (`only_sweep`); `append` by itself is safe among several processes.
+anything else, and a shape that a comparison has, so that none can mix settings or count a shape twice. A line is on
+disk when `append` returns. What a killed process left of an unfinished line is no record: `read` leaves it out and
+`append` removes it. One sweep at a time writes a file (`only_sweep`); `append` by itself is safe among several processes.
 """
 
 import contextlib
@@ -94,7 +94,7 @@ def _comparison(line):
 @contextlib.contextmanager
 def only_sweep(path):
     """Keep other sweeps from the file ``path``, meanwhile. Raises ValueError where one is running."""
-    with open(f"{path}.lock", "w") as lock:  # stays, since removing it would let two sweeps each hold a file of that name
+    with open(f"{path}.lock", "w") as lock:  # stays: were it removed, two sweeps could each hold a file of that name
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

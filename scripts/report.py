@@ -7,8 +7,8 @@
 The text is in reports/text/, one Markdown template a section (Jinja: `{{ record("results/...").ms("kernel") }}`).
 Numbers come from placeholders alone, and each is cited (`reporting.citations`): below every table, plot and section
 stand the files that its numbers come from. Which record a text speaks of follows from a rule (`reporting.newest`), for
-which reports/commits.json keeps the order of the records' commits. Figures that only prose had are in reports/notes.json,
-with their source and commit.
+which reports/commits.json keeps the order of the records' commits. Figures that only prose had are in
+reports/notes.json, with their source and commit.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def ordered_commits(reports: Path) -> list[str]:
 
 
 def write(reports: Path, markdown: str, figures: Path) -> list[Path]:
-    """Write report.md and report.html beside the `figures`, pictures that no record makes among them; what was written."""
+    """Write report.md and report.html beside the `figures`, to which drawn pictures are added; returns the files."""
     folder = figures.parent
     for path in (reports / "figures").glob("*.svg"):
         if not (figures / path.name).exists():
@@ -106,7 +106,8 @@ def main() -> int:
     reports = ROOT / "reports"
     if options.check:
         found = stale(reports)
-        print(f"stale: {', '.join(found)}: run python scripts/report.py" if found else "the report is what the records say")
+        stale_files = f"stale: {', '.join(found)}: run python scripts/report.py"
+        print(stale_files if found else "the report is what the records say")
         return 1 if found else 0
     (reports / "commits.json").write_text(json.dumps(ordered_commits(reports), indent=1) + "\n")
     markdown, results = build(reports, reports / "figures")

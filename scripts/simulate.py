@@ -205,8 +205,8 @@ def calibration() -> str:
     others, worst = len(judged["configurations"]), max((each["error"] for each in judged["judged"]), key=abs)
     return (
         f"fitted on {fitted_on} configurations of two H200s; median error {judged['median_error']:.1%} of "
-        f"{len(judged['judged'])} other latencies, {judged['median_error_of_configurations']:.1%} of {others} configurations' "
-        f"medians, {judged['median_error_of_overlapped']:.1%} of overlapped layers, at worst {worst:+.1%} "
+        f"{len(judged['judged'])} other latencies, {judged['median_error_of_configurations']:.1%} of {others} "
+        f"configurations' medians, {judged['median_error_of_overlapped']:.1%} of overlapped layers, at worst {worst:+.1%} "
         f"({CALIBRATION.relative_to(ROOT)})"
     )
 

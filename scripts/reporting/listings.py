@@ -36,7 +36,8 @@ class Listings(TableMaker):
                             record.commit(),
                         )
                     )
-        return self.shown("all candidate plans, timed", ("record", "pass", "choice", "time over the best", "shapes", "commit"), rows, sources)
+        head = ("record", "pass", "choice", "time over the best", "shapes", "commit")
+        return self.shown("all candidate plans, timed", head, rows, sources)
 
     def splits(self) -> str:
         """What splitting the local computation costs on one device, and what of it equals the whole bit for bit."""

@@ -26,7 +26,7 @@ class TableMaker:
 
     @staticmethod
     def shown(what: str, head: tuple, rows: list, sources: Callable[[], str] | None = None) -> str:
-        """The table, or that there is no record of `what`; `sources` where its rows do not name the files themselves."""
+        """The table, or that there is no record of `what`; `sources` where its rows do not name the files."""
         if not rows:
             return f"No record yet: {what}."
         return f"{table(head, rows)}\n\n{sources()}" if sources else table(head, rows)

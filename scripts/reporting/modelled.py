@@ -33,7 +33,7 @@ class Modelled(TableMaker):
         return self.shown(record.lacks, head, rows if record else [], sources)
 
     def errors(self) -> str:
-        """How far the simulator is off, in a sentence: single latencies, configurations' medians, our layers, the worst."""
+        """How far the simulator is off: single latencies, configurations' medians, overlapped layers, the worst."""
         lines = []
         for record in self.results.of_kind("calibration"):
             judged = record.get("judged")
@@ -45,8 +45,8 @@ class Modelled(TableMaker):
             counts = [record.cite("length", (name,)) for name in ("judged", "configurations")]
             most = record.cite("value", ("judged", worst, "error"), form="{:+.1f} %", scale=100)
             lines.append(
-                f"How far the model is off, on latencies that it was not fitted to: the median error of {counts[0]} latencies "
-                f"is {errors[0]}, that of the medians of {counts[1]} configurations {errors[1]}, and of the "
+                f"How far the model is off, on latencies that it was not fitted to: the median error of {counts[0]} "
+                f"latencies is {errors[0]}, that of the medians of {counts[1]} configurations {errors[1]}, and of the "
                 f"overlapped layers alone {errors[2]}; the worst single one is {most} (`{judged[worst]['mode']}` of "
                 f"`{judged[worst]['configuration']}`)."
             )
@@ -70,7 +70,8 @@ class Modelled(TableMaker):
                             record.cite("value", (*path, "error"), form="{:+.1f} %", scale=100),
                         )
                     )
-        return self.shown("the simulator's calibration", ("record", "mode", "measured ms", "simulated ms", "error"), rows, sources)
+        head = ("record", "mode", "measured ms", "simulated ms", "error")
+        return self.shown("the simulator's calibration", head, rows, sources)
 
     def defaults(self) -> str:
         """The documented default workloads on other machines: eight ranks of a host, and sixteen of two hosts."""

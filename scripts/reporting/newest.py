@@ -1,9 +1,9 @@
-"""Which record a sentence, table or figure speaks of: the newest comparable one, by what records hold, not by their names.
+"""Which record a sentence, table or figure speaks of: the newest comparable one, by what it holds, not by its name.
 
 Comparable are measurements of the default workload on two H200s whose settings are the defaults, but for what says how
 often something is measured and what is checked. Among those over one link, in one direction, compiled or not, that hold
 every mode asked for, it is that of the highest torch version, then of the newest commit, then the last by name. Which
-commit is newer stands in reports/commits.json, which `scripts/report.py` keeps; one that is not there yet is the newest.
+commit is newer stands in reports/commits.json, which `scripts/report.py` keeps; one that is not there yet is newest.
 
 Where there is none, the record is an empty one, which is false and prints `no record`; `missing` says what it lacks.
 """
@@ -23,8 +23,8 @@ SHAPE = ("batch_size", "tokens", "dim", "k")
 _OTHER_MACHINES = ("cross", "hosts", "tcp")  # in the names of folders: hosts that are emulated, other links
 # Settings that leave what is measured what it is.
 PROTOCOL = frozenset((
-    "backward", "bwd_mode", "check_correctness", "device", "draw", "full_batch_check", "fwd_mode", "iterations", "json", "modes",
-    "no_compile", "num_tests", "output", "overlap", "own_comp_only", "rounds", "seed", "shapes", "warmup", "worker",
+    "backward", "check_correctness", "device", "draw", "full_batch_check", "iterations", "json", "modes", "no_compile",
+    "num_tests", "output", "overlap", "own_comp_only", "rounds", "seed", "shapes", "warmup", "worker",
 ))  # fmt: skip
 
 
@@ -77,7 +77,7 @@ class Newest:
         return [Record(self.results, "", lacks=f"a trace of `{mode}` over {link}, {direction}") for mode in modes]
 
     def single_runs(self, shape: tuple, modes: Iterable[str], direction: str = FORWARD) -> Iterator[list[Record]]:
-        """For each torch version, the highest first, the newest eager runs of one mode each that are all of one commit."""
+        """For each torch version, highest first, the newest eager runs of one mode each that are all of one commit."""
         modes = list(modes)
         groups: dict[tuple, dict[str, Record]] = {}
         for each in self.results.of_kind("full"):
@@ -129,7 +129,8 @@ def _as_asked(record: Record, link: str, compiled: bool, shape: tuple) -> bool:
 
 
 def _by_default(record: Record, besides: Iterable[str] = ()) -> bool:
-    device, ranks = record.get("environment", "device") or "", record.get("world_size") or len(record.get("ranks") or ())
+    device = record.get("environment", "device") or ""
+    ranks = record.get("world_size") or len(record.get("ranks") or ())
     overridden = {name for name, each in record.get("configuration").items() if each.get("overridden")}
     return DEVICE in device and ranks == RANKS and overridden <= {*PROTOCOL, *besides}
 

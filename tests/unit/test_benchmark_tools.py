@@ -96,7 +96,8 @@ def test_record_marks_overrides_and_keeps_kinds_apart(tmp_path):
 
 @pytest.mark.parametrize("field, value, message", [
     ("kind", "other", "kind='other'"), ("samples_s", [[]], "samples_s"), ("samples_s", [[math.nan]], "finite"),
-    ("schema", 2, "schema=2"), ("slowest_rank", {"mean_s": 1.0}, "slowest_rank.mean_s=1.0: the samples' is"), ("tokens_per_s", "many", "tokens_per_s"),
+    ("schema", 2, "schema=2"), ("slowest_rank", {"mean_s": 1.0}, "slowest_rank.mean_s=1.0: the samples' is"),
+    ("tokens_per_s", "many", "tokens_per_s"),
     ("world_size", 2, "2 rank"), ("pass", "forward+backward", "forward_tflops"),
 ])
 def test_record_schema_rejects(tmp_path, field, value, message):
@@ -117,7 +118,8 @@ def test_statistics_are_those_of_the_samples(tmp_path, name, change):
         record.validate(result)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[" * 200_000, '{"a": NaN}', "[]", '{"kind": "full", "schema": 1}'], ids=range(6))
+@pytest.mark.parametrize("text", ["", "{", "[" * 200_000, '{"a": NaN}', "[]", '{"kind": "full", "schema": 1}'],
+                         ids=range(6))
 def test_a_file_that_holds_no_record_is_named(tmp_path, text):
     (tmp_path / "some.json").write_text(text)
     with pytest.raises(ValueError, match=r"some.json: is no (record|JSON) \("):

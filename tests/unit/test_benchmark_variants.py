@@ -27,7 +27,8 @@ def test_a_mode_by_itself_changes_nothing():
     ("kernel:chunks=2+14", "A2A_FFN_CHUNKS", "2,14"), ("kernel:peers", "A2A_FFN_TRANSPORT", "peers"),
     ("kernel:peers=4+28", "A2A_FFN_TRANSPORT", "peers"), ("kernel:peers=4+28", "A2A_FFN_CHUNKS", "4,28"),
     ("kernel:inductor-reorder", "A2A_FFN_DISABLE_PASSES", NAIVE),
-    ("kernel:TRANSPORT=peers+CHUNKS=8/24", "A2A_FFN_CHUNKS", "8,24"), ("kernel:PLANS=/tmp/x", "A2A_FFN_PLANS", "/tmp/x"), ("kernel:GEMMS=cublas", "A2A_FFN_GEMMS", "cublas"),
+    ("kernel:TRANSPORT=peers+CHUNKS=8/24", "A2A_FFN_CHUNKS", "8,24"),
+    ("kernel:PLANS=/tmp/x", "A2A_FFN_PLANS", "/tmp/x"), ("kernel:GEMMS=cublas", "A2A_FFN_GEMMS", "cublas"),
 ])
 def test_kernel_variants_are_strict_settings_of_the_layer(monkeypatch, name, variable, value):
     from compile_overlap.config import Settings

@@ -157,8 +157,8 @@ def test_what_fails_is_in_the_table(tmp_path):
 
 @pytest.mark.parametrize("script", ["eight_gpus.sh", "gpu_suite.sh"])
 @pytest.mark.parametrize("arguments, status, words", [
-    (["--help"], 0, "usage|gpu_suite.sh OUT"), (["-h"], 0, "usage|gpu_suite.sh OUT"), (["--cpu"], 2, "usage"), ([], 2, "usage"),
-    (["OUT"], 2, "no GPU was found"),
+    (["--help"], 0, "usage|gpu_suite.sh OUT"), (["-h"], 0, "usage|gpu_suite.sh OUT"), (["--cpu"], 2, "usage"),
+    ([], 2, "usage"), (["OUT"], 2, "no GPU was found"),
 ])  # fmt: skip
 def test_no_folder_is_named_like_an_option_and_gpus_are_needed(tmp_path, script, arguments, status, words):
     (tmp_path / "bin").mkdir()

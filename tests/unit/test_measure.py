@@ -131,7 +131,8 @@ def test_a_cause_that_ends_a_little_later_by_another_clock_is_on_the_path():
 
 
 def test_inferred_the_last_to_end_is_the_cause_not_the_last_to_begin():
-    events = (Event(NVJET, "gemm", 0, 100, MAIN), Event("pack", "other", 50, 60, 30), Event(NVJET, "gemm", 100, 120, MAIN))
+    last = Event(NVJET, "gemm", 100, 120, MAIN)
+    events = (Event(NVJET, "gemm", 0, 100, MAIN), Event("pack", "other", 50, 60, 30), last)
     assert by_kind(critical_path(events)) == {"gemm": 120}
     elsewhere = (*events[:2], Event(NVJET, "gemm", 100, 120, 31))
     assert by_kind(critical_path(elsewhere)) == {"gemm": 120}
@@ -302,7 +303,8 @@ def test_calls_survive_their_record():
     ({"kernels": [{"name": NVJET, "begin_us": 0, "duration_us": -1}]}, "finite times"),
     ({"kernels": [{"name": NVJET, "begin_us": 0, "duration_us": 1, "kind": "x"}]}, "known kind"),
     ({"kernels": [{"name": NVJET, "begin_us": at, "duration_us": 1} for at in (1, 0)]}, "in the order of their begin"),
-    *(({"dependencies": each}, "must be indices of events") for each in ([[9]], [1], 5, [[[]]], [[0.0]], [[True]], [[-1]])),
+    *(({"dependencies": each}, "must be indices of events")
+      for each in ([[9]], [1], 5, [[[]]], [[0.0]], [[True]], [[-1]])),
     *(({"kernels": [{"name": NVJET, "begin_us": 0, "duration_us": 1, **each}]}, words) for each, words in (
         ({"begin_us": -5}, "finite times of at least 0"), ({"launched_us": "x"}, "launched_us must be"),
         ({"launched_us": float("nan")}, "launched_us must be finite"), ({"stream": [7]}, "stream must be"),

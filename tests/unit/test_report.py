@@ -193,8 +193,8 @@ OTHERS = {
         {"machine": "H20", "P": 16, "T": 64, "L": 4, "pass": "forward", "row_chunks": 2, "none_s": 0.0123456,
          "overlapped_s": 0.011, "alone_s": 0.01, "exposed_s": 0.001, "along_tokens_s": 0.009,
          "plan_along_tokens": "2,2 r7 a2 b1 s0", "weights_read_again_bytes": 2**21, "gradients_added_bytes": 0}]},
-    "some-faults/endurance": {"kind": "endurance", "environment": ENVIRONMENT, "calls": 100, "configurations": 16, "kept": 256,
-        "bounds": {**COUNTS, "resident_bytes": 2**25}, "ranks": [
+    "some-faults/endurance": {"kind": "endurance", "environment": ENVIRONMENT, "calls": 100,
+        "configurations": 16, "kept": 256, "bounds": {**COUNTS, "resident_bytes": 2**25}, "ranks": [
             {"warm": COUNTS, "last": COUNTS}, {"warm": COUNTS, "last": {**COUNTS, "resident_bytes": 3 * 2**19}}]},
     "simulated/calibration": {"kind": "calibration", "median_error": 0.0312, "median_error_of_configurations": 0.045,
         "median_error_of_overlapped": 0.06, "configurations": {"some.json": 0.025}, "judged": [
@@ -210,8 +210,8 @@ ROWS = ["| H200 | 8 | 1 |  | forward | collectives | `2,4,2` | 5.000 | 4.000 | 1
         "| H200 | 16 | 2 | 8 | forward | collectives | `2,4,2` | 6.123 | 4.000 | 1.53 | 0.300 | 75 % |",
         "| H20 | 16 | 64 | 4 | forward | 2 | 12.35 | 11.00 | 10.00 | 1.000 | `2,2` | 9.000 | 2 | 0 |",
         "| `some.json` | `none` | 4.000 | 4.100 | +2.5 % |",
-        "the median error of 1 latencies is 3.1 %, that of the medians of 1 configurations 4.5 %, and of the overlapped "
-        "layers alone 6.0 %; the worst single one is +2.5 % (`none` of `some.json`).",
+        "the median error of 1 latencies is 3.1 %, that of the medians of 1 configurations 4.5 %, and of the "
+        "overlapped layers alone 6.0 %; the worst single one is +2.5 % (`none` of `some.json`).",
         "| `some-faults/endurance` | 100 | 16 | 256 | 1.5 | 0.0 | 0 | 0 | 0 | 32.0 | aaaaaaa |",
         "| is killed | rank 0 \\| died | 12.2 | nothing | works | aaaaaaa |",
         "| `gpu/planner.json` | forward | `planner` | 1.012 | 2 | aaaaaaa |"]  # fmt: skip
@@ -263,14 +263,15 @@ def test_the_newest_comparable_record_is_the_one_that_is_cited(tmp_path):
 
 def test_traces_that_are_compared_are_of_one_commit(tmp_path):
     newest = Newest(Results(REPORTS / "results"))
-    assert [each.get("mode") for each in newest.traces("NVLink", ["kernel:naive", "kernel"])] == ["kernel:naive", "kernel"]
+    modes = ["kernel:naive", "kernel"]
+    assert [each.get("mode") for each in newest.traces("NVLink", modes)] == modes
     later = REPORTS / "results" / "h200x2-torch-2.11.0" / "traces" / "kernel.trace.json"
     shutil.copytree(REPORTS, tmp_path / "reports")
     content = json.loads(later.read_text())
     content["environment"]["git_commit"] = OTHER
     (tmp_path / "reports" / "results" / "h200x2-torch-2.11.0" / "later.trace.json").write_text(json.dumps(content))
     newest = Newest(Results(tmp_path / "reports" / "results"))
-    pair, (alone,) = newest.traces("NVLink", ["kernel:naive", "kernel"]), newest.traces("NVLink", ["kernel"])
+    pair, (alone,) = newest.traces("NVLink", modes), newest.traces("NVLink", ["kernel"])
     assert {each.get("environment", "git_commit") for each in pair} == {"86b03517e5188b89b7767806044e0bbee1c3d1f7"}
     assert alone.file.endswith("later.trace.json")
 

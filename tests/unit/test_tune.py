@@ -191,7 +191,8 @@ def test_rows_of_other_code_or_another_kind_are_not_added_to(tmp_path):
             judge_planner._earlier(parser, options, 2, device)
     record.write({**content, "environment": {**content["environment"], "python": "3", "numpy": "1"}}, output)
     assert len(judge_planner._earlier(parser, options, 2, device)) == 1
-    for text in ("[" * 200_000, json.dumps({**content, "configuration": {"dtype": 3}}), json.dumps({**content, "kind": "x"})):
+    broken = {**content, "configuration": {"dtype": 3}}, {**content, "kind": "x"}
+    for text in ("[" * 200_000, *map(json.dumps, broken)):
         output.write_text(text)
         with pytest.raises(ValueError, match="planner.json: is no (record|JSON)"):
             judge_planner._earlier(parser, options, 2, device)
