@@ -8,7 +8,7 @@
 | `A2A_FFN_GRADIENTS` | `exact`, `fast`                       | every gradient eager's bit for bit (default on CPU), or fused |
 | `A2A_FFN_IN_FLIGHT` | a count                               | chunks dispatched beyond the one computed (default: 2) |
 | `A2A_FFN_RESERVED_SMS` | a count                            | SMs that GEMMs leave to the exchanges (default: by the link) |
-| `A2A_FFN_TRANSPORT` | `collectives`, `peers`               | NCCL, or the peers' memory where the group can (default: collectives) |
+| `A2A_FFN_TRANSPORT` | `collectives`, `peers`               | NCCL, or the peers' memory (default: that among GPUs of one host, where they can) |
 | `A2A_FFN_RANKS_PER_HOST` | a count                       | pretend that so many consecutive ranks make a host, to try several on one (default: found) |
 | `A2A_FFN_OWN_FIRST` | `0`, `1`                              | through the peers' memory, begin with a rank's own rows (default: 0) |
 | `A2A_FFN_GEMMS`    | `cublas`, `measured`                   | or our own kernel where it is faster (default: measured) |

@@ -20,7 +20,7 @@ def warn_once(text: str) -> None:
 
 
 def fall_back(reason: str, *, strict: bool, rank: int) -> None:
-    """Say once that exchanges go through collectives although the peers' memory was asked for; with `strict` raise."""
+    """Say once that exchanges go through collectives, not the peers' memory, and why; with `strict` raise."""
     text = f"exchanging by collectives, not through the peers' memory: {reason}"
     if strict:
         raise Delegated(text)

@@ -100,15 +100,23 @@ def _ranked(group, layout, dtype, device, training, settings, most: int | None) 
 
 
 def _exchanging(group, rank, layout, dtype, device, training, bias, settings) -> Plan:
-    if settings.transport == PEERS and layout.P > 1 and "pin-order" in settings.disabled_passes:
-        notice.fall_back("pin-order is switched off", strict=settings.strict, rank=rank)
-    elif settings.transport == PEERS and layout.P > 1:
+    asked = settings.transport == PEERS and layout.P > 1
+    if asked or _peers_by_default(group, layout, device, settings):
         chosen = _by_peers(group, layout, dtype, device, training, settings)
-        reason = _obstacle(group, layout, dtype, device, training, bias, chosen.sizes, settings.ranks_per_host)
+        reason = "pin-order is switched off" if "pin-order" in settings.disabled_passes else None
+        reason = reason or _obstacle(group, layout, dtype, device, training, bias, chosen.sizes, settings.ranks_per_host)
         if reason is None:
             return chosen
-        notice.fall_back(reason, strict=settings.strict, rank=rank)
+        notice.fall_back(reason, strict=asked and settings.strict, rank=rank)
     return _by_collectives(group, layout, dtype, device, training, settings)
+
+
+def _peers_by_default(group, layout: Layout, device: torch.device, settings) -> bool:
+    """Among the GPUs of one host, unless a pass that it needs is switched off."""
+    off = {"lower-to-peers", "pin-order"} & set(settings.disabled_passes)
+    if layout.P == 1 or settings.transport is not None or device.type != "cuda" or off:
+        return False
+    return len(rooms.domain_of(group, layout.P, device, settings.ranks_per_host)) == layout.P
 
 
 def _by_peers(group, layout, dtype, device, training, settings) -> Plan:

@@ -41,7 +41,7 @@ from rankmixer.runtime import choose_device, environment_rank, start_runtime, st
 from rankmixer.workload import Workload
 from results_file import SHAPE
 
-MODES = ("none", "with-sm", "sm-free", "kernel", "kernel:peers")
+MODES = ("none", "with-sm", "sm-free", "kernel", "kernel:TRANSPORT=collectives")  # kernel: by the peers where it can
 BUILT_IN = ("none:inductor-reorder", "kernel:inductor-reorder", "none:inductor-overlap", "kernel:inductor-overlap")
 SHAPES = tuple(str(Path(__file__).resolve().parents[1] / "reports" / "shapes" / f"{name}.json")
                for name in ("development", "default", "held_out_32"))
@@ -66,7 +66,7 @@ def build_parser():
 
 
 def all_modes(no_compile):
-    """All modes and peers that can run here: without Inductor's passes in eager mode or where this torch lacks them."""
+    """All modes, and kernel by collectives too, that can run here: without Inductor's passes in eager mode or where this torch lacks them."""
     return ",".join([*MODES, *(name for name in BUILT_IN if not no_compile and _known(name))])
 
 

@@ -100,7 +100,7 @@ class Configuration(NamedTuple):
 def configurations() -> list[Configuration]:
     """The comparison records of two H200s whose software and link are known, by name."""
     found = []
-    for path in sorted(RESULTS.glob("h200x2-*/**/*.json")):
+    for path in sorted(RESULTS.glob("h200x2-torch-*/**/*.json")):  # not of several nodes on one host
         content = schema.read_json(path)
         if _is_of(content, "comparison") and _obstacle(content) is None:
             found.append(_configuration(content, path))

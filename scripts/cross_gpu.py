@@ -74,7 +74,7 @@ def run(links, per_node, work, out, budget_s):
     for index, (link, name, command) in enumerate(named):
         left, since = budget_s - (time.monotonic() - begin), time.monotonic()
         if left < 30:
-            table.append(f"{name:<24}skipped: {left:.0f} s are left of {budget_s:g}")
+            table.append(f"{name:<34}skipped: {left:.0f} s are left of {budget_s:g}")
             status = 1
         else:
             nodes = environments(link, per_node, PORT + index)

@@ -88,7 +88,7 @@ def _end(nodes):
 def row(name, status, seconds, file):
     """One line of the table: the verdict, and what the record says where there is one."""
     verdict = {0: "passed", 124: "too late"}.get(status, f"failed ({status})")
-    line = f"{name:<24}{verdict:<13}{seconds:>6.0f} s"
+    line = f"{name:<34}{verdict:<13}{seconds:>6.0f} s"
     if status or not file.exists():
         return line
     record = json.loads(file.read_text())

@@ -2,8 +2,8 @@
 # The assignment's default workload on the eight GPUs of one host, within ten minutes:
 #   eight_gpus.sh OUT [--dry-run] [--cpu] [--only NAME,NAME...]
 #
-# The most important first: the link, the public cases on two GPUs, then P=8: none, with-sm, sm-free, kernel and
-# kernel:peers, compiled and not, forward and backward, checked, the full batch compared bit for bit; what ran beside what;
+# The most important first: the link, the public cases on two GPUs, then P=8: none, with-sm, sm-free, kernel by
+# both transports, compiled and not, forward and backward, checked, the full batch compared bit for bit; what ran beside what;
 # the assignment's own commands; payload and computation doubled; P=4, compiled beside eager on the other four GPUs; all
 # candidates of the planner, uneven chunks among them, beside its choice; last a table of each latency beside the simulated
 # one. A step that does not fit into what is left of $BUDGET (560) seconds is skipped and named: `--only` runs it later. OUT
@@ -58,7 +58,8 @@ if ((cpu)); then
   sizes="--batch-size 2 --tokens 16 --dim 128 --k 2" shape="--device cpu --no-l2-flush"
   export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 CUDA_VISIBLE_DEVICES= GLOO_SOCKET_IFNAME=lo
 fi
-modes=none,with-sm,sm-free,kernel,kernel:peers
+nccl=kernel:TRANSPORT=collectives # kernel alone goes through the peers' memory where it can
+modes=none,with-sm,sm-free,kernel,$nccl
 checked="--check-correctness approx --full-batch-check"
 
 torchrun() { echo "$python -m torch.distributed.run --standalone --nproc-per-node $1"; }
@@ -80,7 +81,7 @@ assigned() { # name, flags...: a command as the assignment prints it
 trace() { # name, flags...
   local name=$1
   shift
-  ((cpu)) || step "$name" 75 $(torchrun $all) "$root/scripts/trace_overlap.py" --warmup 5 --modes kernel,kernel:peers "$@" \
+  ((cpu)) || step "$name" 75 $(torchrun $all) "$root/scripts/trace_overlap.py" --warmup 5 --modes kernel,$nccl "$@" \
     --output "$work/$name"
 }
 
@@ -107,8 +108,8 @@ trace traces
 assigned assigned_none --overlap none
 assigned assigned_kernel --overlap kernel
 assigned assigned_backward --overlap kernel --backward --check-correctness approx
-compare p8_comm2 75 $all none,kernel,kernel:peers --comm-scale 2
-compare p8_compute2 75 $all none,kernel,kernel:peers --compute-scale 2
+compare p8_comm2 75 $all none,kernel,$nccl --comm-scale 2
+compare p8_compute2 75 $all none,kernel,$nccl --compute-scale 2
 side_by_side p4 p4_eager 90
 side_by_side p4_backward p4_eager_backward 120 --backward
 if wanted p8_chunks; then

@@ -2,7 +2,7 @@
 # The commands of the assignment on two GPUs, with their records: gpu_suite.sh OUT [PART...]
 #   public    public_check.py and the quick-start commands
 #   default   the default workload with two ranks: all four modes interleaved, compiled and not, forward and backward
-#   overlap   NVLink: none against the default plan and four chunks; host shared memory: against Inductor's own passes
+#   overlap   NVLink: none against the default, the plan's and four chunks through NCCL; host shared memory: against Inductor's own passes
 #   peers     exchanges through the peers' memory beside NCCL's, compiled and not, forward and backward
 #   ablation  what each piece is worth: it switched off, beside the whole
 #   graphs    the same under CUDA graphs
@@ -43,6 +43,7 @@ bench="bash $root/research_topic_2/scripts/run_prod_local.sh"
 torchrun="$python -m torch.distributed.run --standalone --nproc-per-node 2"
 compare="$torchrun $root/research_topic_2/compare.py"
 sweep="$torchrun $root/research_topic_2/sweep.py"
+nccl=kernel:TRANSPORT=collectives # kernel alone goes through the peers' memory where it can
 
 for part in $parts; do
   case $part in
@@ -68,7 +69,7 @@ for part in $parts; do
       for pass in "" --backward; do
         common="--warmup 5 --num-tests 20 --rounds 5 $pass"
         name=overlap_nvlink${pass:+_backward}
-        step "$name" $compare --modes none,kernel,kernel:chunks=4,kernel:naive,kernel:peers $common --json "$out/$name.json"
+        step "$name" $compare --modes none,kernel,$nccl,$nccl+CHUNKS=4,kernel:naive $common --json "$out/$name.json"
         tail -n 9 "$out/$name.log"
         name=overlap_shm${pass:+_backward}
         step "$name" env NCCL_P2P_DISABLE=1 $compare --modes "none,kernel,$peers" $common --json "$out/$name.json"
@@ -76,7 +77,7 @@ for part in $parts; do
       done
       ;;
     peers)
-      modes=none,with-sm,sm-free,kernel,kernel:sequential,kernel:peers,kernel:peers=4+28,kernel:peers=8+24
+      modes=none,with-sm,sm-free,$nccl,kernel:sequential,kernel:peers,kernel:peers=4+28,kernel:peers=8+24
       common="--modes $modes --warmup 5 --num-tests 20 --rounds 4 --check-correctness approx --full-batch-check"
       for compile in "" --no-compile; do
         for pass in "" --backward; do
@@ -88,7 +89,7 @@ for part in $parts; do
       ;;
     ablation)
       peers=kernel:TRANSPORT=peers
-      modes=none,kernel:peers,kernel:sequential,kernel,$peers+CHUNKS=4,$peers+GEMMS=cublas,$peers+DISABLE_PASSES=reorder,$peers+NORM=inductor,$peers+OWN_FIRST=1
+      modes=none,kernel:peers,kernel:sequential,$nccl,$peers+CHUNKS=4,$peers+GEMMS=cublas,$peers+DISABLE_PASSES=reorder,$peers+NORM=inductor,$peers+OWN_FIRST=1
       for compile in "" --no-compile; do
         for pass in "" --backward; do
           name=ablation${compile:+_eager}${pass:+_backward}
@@ -103,12 +104,12 @@ for part in $parts; do
       for compile in "" --no-compile; do
         name=graphs${compile:+_eager}
         common="--warmup 5 --num-tests 20 --rounds 4 --check-correctness approx --cuda-graph"
-        step "$name" $compare --modes none,kernel,kernel:peers $common $compile --json "$out/$name.json"
+        step "$name" $compare --modes none,kernel,$nccl $common $compile --json "$out/$name.json"
         tail -n 7 "$out/$name.log"
       done
       ;;
     small)
-      step small_eager $sweep --shapes "$root/reports/shapes/development.json" --modes none,kernel,kernel:peers \
+      step small_eager $sweep --shapes "$root/reports/shapes/development.json" --modes none,kernel,$nccl \
         --no-compile --full-batch-check --output "$out/small_eager.jsonl"
       grep -A 40 "T_none" "$out/small_eager.log"
       ;;
@@ -134,7 +135,7 @@ for part in $parts; do
     traces)
       trace="$torchrun $root/scripts/trace_overlap.py --warmup 5"
       for pass in "" --backward; do
-        step "trace_nvlink${pass:+_backward}" $trace --modes kernel,kernel:chunks=4,kernel:naive $pass --output "$out/nvlink"
+        step "trace_nvlink${pass:+_backward}" $trace --modes kernel,$nccl,$nccl+CHUNKS=4,kernel:naive $pass --output "$out/nvlink"
         step "trace_shm${pass:+_backward}" env NCCL_P2P_DISABLE=1 $trace $pass --output "$out/shm"
       done
       grep -h ^rank "$out"/*/*.trace.txt
@@ -145,7 +146,7 @@ for part in $parts; do
         for scale in "" --comm-scale --compute-scale; do
           options="$pass ${scale:+$scale 2}" kind=${scale:+_${scale#--}}
           name=$kind${pass:+_backward}
-          step "measure_nvlink$name" $measure --modes none,kernel:sequential,kernel,kernel:peers $options \
+          step "measure_nvlink$name" $measure --modes none,kernel:sequential,kernel,$nccl $options \
             --output "$out/measure_nvlink$kind"
           step "measure_shm$name" env NCCL_P2P_DISABLE=1 $measure $options --output "$out/measure_shm$kind"
           tail -n 12 "$out/measure_nvlink$name.log" "$out/measure_shm$name.log"

@@ -191,11 +191,13 @@ def rows_table(rows: list[dict[str, Any]]) -> str:
 def modes(asked: Question) -> str:
     """The planner's choice and all of its candidates, the predicted fastest first: a list for compare.py's --modes.
 
-    `kernel` is the choice by the costs that are measured there. It is a candidate too, so the two show the noise.
+    All are through collectives, the first the choice by the costs that are measured there. It is a candidate too, so
+    the two show the noise.
     """
     ranked = plan.ranked_on(asked.machine, asked.layout, 2, "cuda", asked.training, asked.settings)
-    sizes = ("+".join(map(str, each.sizes)) if len(each.sizes) > 1 else "1" for each in ranked)
-    return ",".join(["none", "kernel", *(f"kernel:chunks={each}" for each in sizes)])
+    sizes = ("/".join(map(str, each.sizes)) if len(each.sizes) > 1 else "1" for each in ranked)
+    through = f"kernel:TRANSPORT={COLLECTIVES}"
+    return ",".join(["none", through, *(f"{through}+CHUNKS={each}" for each in sizes)])
 
 
 def calibration() -> str:

@@ -8,6 +8,7 @@ The trace is the JSON that `torch.profiler.profile.export_chrome_trace` writes. 
 - `user_annotation`: our ranges (`compile_overlap.ranges`); an event launched inside one is labelled with its name.
 - `cuda_sync`, if the profiler was asked for them (`enable_cuda_sync_events`): a stream waits for what another stream
   had been given before an event was recorded there. With the order on each stream, these are all dependencies of a rank.
+  Drivers differ in whether they say where that event was recorded; torch 2.11.0 on H200s writes -1.
 
 A trace of several calls is cut at a marker that the timing protocol launches before each of them.
 """
@@ -147,32 +148,33 @@ def _call(run: list[dict], host: _Host, syncs: list[dict]) -> Call:
 def _dependencies(events, correlations, syncs) -> tuple[tuple[int, ...], ...] | None:
     """From the order on each stream and the waits between streams; None where launches cannot be told apart.
 
-    Kernels of one CUDA graph share its launch, and without `cuda_sync` events waits between streams are unknown.
+    Kernels of one CUDA graph share its launch; without `cuda_sync` events, or with one that does not say what was
+    waited for, waits between streams are unknown.
     """
     if None in correlations or len(set(correlations)) < len(correlations):
         return None
     streams = defaultdict(list)  # of each stream, (correlation, index) in the order of launches
     for index in sorted(range(len(events)), key=correlations.__getitem__):
         streams[events[index].stream].append((correlations[index], index))
-    if len(streams) > 1 and not syncs:
+    waits = [each for each in _stream_waits(syncs) if each[0] in streams]
+    if len(streams) > 1 and (not syncs or any(min(each) < 0 for each in waits)):
         return None
     found: list[set[int]] = [set() for _ in events]
     for launched in streams.values():
         for (_, before), (_, after) in zip(launched, launched[1:]):
             found[after].add(before)
-    for waiting, after, awaited, before in _stream_waits(syncs):
-        later = bisect_left(streams.get(waiting, ()), (after, -1))
+    for waiting, after, awaited, before in waits:
+        later = bisect_left(streams[waiting], (after, -1))
         earlier = bisect_left(streams.get(awaited, ()), (before, -1))
-        if earlier and later < len(streams.get(waiting, ())):
+        if earlier and later < len(streams[waiting]):
             found[streams[waiting][later][1]].add(streams[awaited][earlier - 1][1])
     return tuple(tuple(sorted(each)) for each in found)
 
 
 def _stream_waits(syncs: list[dict]) -> Iterator[tuple[int, int, int, int]]:
-    """(waiting stream, correlation of its wait, awaited stream, correlation of the record there)."""
+    """(waiting stream, correlation of its wait, awaited stream, correlation of the record there), -1 for what is unknown."""
     for each in syncs:
         args = each["args"]
         keys = ("stream", "correlation", "wait_on_stream", "wait_on_cuda_event_record_corr_id")
-        values = tuple(args.get(key, -1) for key in keys)
-        if args.get("cuda_sync_kind") == "Stream Wait Event" and min(values) >= 0:
-            yield values
+        if args.get("cuda_sync_kind") == "Stream Wait Event":
+            yield tuple(args.get(key, -1) for key in keys)

@@ -2,7 +2,7 @@
 
     variant                  of             what it is
     ``naive``                kernel         the chunked layer without our schedule: torch.compile's own order
-    ``sequential``           kernel         the same layer as one chunk, so that nothing can overlap
+    ``sequential``           kernel         the same layer as one chunk through collectives, so that nothing can overlap
     ``chunks=4``             kernel         that many chunks along L; ``chunks=8+16+8`` are their sizes
     ``peers``                kernel         through the peers' memory; ``peers=4+28`` with these chunks
     ``NAME=VALUE``           kernel         the plugin's setting ``A2A_FFN_NAME``; several joined by +, / for a comma of
@@ -125,7 +125,7 @@ def _layer_settings(name, variant):
     if variant == "naive":
         return _NAIVE
     if variant == "sequential":
-        return {"A2A_FFN_CHUNKS": "1"}
+        return {"A2A_FFN_CHUNKS": "1", "A2A_FFN_TRANSPORT": "collectives"}
     if _SETTINGS.fullmatch(variant):
         pairs = [setting.split("=") for setting in variant.split("+")]
         names = [setting for setting, _ in pairs]

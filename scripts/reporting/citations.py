@@ -18,6 +18,14 @@ NOT_RECORDED = "not recorded"
 COMPARISONS = ("comparison", "overlap-measurement")
 EXCHANGES, COMP_ONLY = "exchanges", "comp-only:none"
 
+# What the overlapped layer's exchanges went through, and the modes that are this: the first of them that a record holds
+# and that its plan agrees with. Which transport is the default has changed.
+MEANINGS = {
+    "kernel by NCCL": ("kernel:TRANSPORT=collectives", "kernel"),
+    "four chunks by NCCL": ("kernel:TRANSPORT=collectives+CHUNKS=4", "kernel:chunks=4"),
+    "kernel by peers": ("kernel:peers", "kernel:TRANSPORT=peers", "kernel"),
+}
+
 PARTS = 4  # the splits that are compared; also the plan's default number of chunks
 
 FORMULAS: dict[str, Callable[..., Any]] = {
@@ -193,28 +201,43 @@ class Record:
     def modes(self) -> list[str]:
         return list(self.get("summary") or ())
 
+    def mode(self, name: str) -> str | None:
+        """The record's mode of this name, or that which `MEANINGS` says it stands for; None where there is none."""
+        if name not in MEANINGS:
+            return name if name in self.modes else None
+        return next((each for each in MEANINGS[name] if each in self.modes and self.by_peers(each) == ("peers" in name)), None)
+
+    def by_peers(self, mode: str) -> bool:
+        """Whether a kernel mode ran through the peers' memory: its plan says so, of older records its name."""
+        plan = self.plan(mode)
+        return "peers" in (plan.split() if plan else mode)
+
     def ms(self, mode: str) -> str:
         """Slowest-rank median in milliseconds."""
-        return self.cite("value", median(mode), form="4", scale=1e3)
+        return self.cite("value", self._median(mode), form="4", scale=1e3)
 
     def ratio(self, mode: str, to: str = "none") -> str:
-        return self.cite("ratio", median(to), median(mode), form="{:.2f}")
+        return self.cite("ratio", self._median(to), self._median(mode), form="{:.2f}")
 
     def hidden(self, mode: str) -> str:
-        return self.cite("hidden", median("none"), median(mode), median(EXCHANGES), form="{:.0f} %", scale=100)
+        paths = map(self._median, ("none", mode, EXCHANGES))
+        return self.cite("hidden", *paths, form="{:.0f} %", scale=100)
 
     def exposed(self, mode: str) -> str:
         """Milliseconds beyond the sequential layer without communication."""
-        return self.cite("difference", median(mode), median(COMP_ONLY), form="3", scale=1e3)
+        return self.slower_by(mode, to=COMP_ONLY)
 
     def slower_by(self, mode: str, to: str) -> str:
         """Milliseconds that a mode takes more than another."""
-        return self.cite("difference", median(mode), median(to), form="3", scale=1e3)
+        return self.cite("difference", self._median(mode), self._median(to), form="3", scale=1e3)
 
     def slower(self, mode: str, than: str) -> bool:
         """For decisions: whether the record holds both modes, and one takes longer than the other."""
-        seconds = [self.get(*median(each)) for each in (mode, than)]
+        seconds = [self.get(*self._median(each)) for each in (mode, than)]
         return None not in seconds and seconds[0] > seconds[1]
+
+    def _median(self, mode: str) -> tuple:
+        return median(self.mode(mode) or mode)
 
     def tokens(self, mode: str) -> str:
         """Millions of tokens a second, of the whole group. Older comparisons of the FFN alone do not record it."""
@@ -242,7 +265,7 @@ class Record:
 
     def share_of_gain(self, without: str, of: str) -> str:
         """The share of a mode's gain over none that is lost in the mode ``without`` a piece."""
-        return self.cite("share_of_gain", *map(median, (without, of, "none")), form="{:.0f} %", scale=100)
+        return self.cite("share_of_gain", *map(self._median, (without, of, "none")), form="{:.0f} %", scale=100)
 
     def commit(self) -> str:
         return self.cite("commit", ("environment", "git_commit"))

@@ -105,7 +105,8 @@ class Figures:
             for mode in record.modes:
                 count = chunks_of(mode, record.plan(mode))
                 if count is not None:
-                    label = "peers' memory" if "peers" in mode else "none" if mode == "none" else "through NCCL"
+                    peers = mode != "none" and record.by_peers(mode)
+                    label = "peers' memory" if peers else "none" if mode == "none" else "through NCCL"
                     series.setdefault(label, []).append((count, record.number("value", median(mode), scale=1e3)))
         return series
 
@@ -158,7 +159,8 @@ class Figures:
                 direction = "forward" if record.get("pass") == "forward" else "with backward"
                 speed = f"{rate:.3g} GB/s" if rate >= 1 else f"{rate * 1e3:.3g} MB/s"
                 group = f"{link}\n{speed}\n{direction}"
-                bars.setdefault(labels[mode], {})[group] = hidden
+                label = "peers' memory" if record.by_peers(mode) else labels[mode]
+                bars.setdefault(label, {})[group] = hidden
 
     def _roofline(self):
         peaks = [

@@ -13,14 +13,15 @@ from __future__ import annotations
 import re
 from typing import Iterable, Iterator
 
-from .citations import Record, Results
+from .citations import MEANINGS, Record, Results
 
 NVLINK, HOST_MEMORY, SHAPED = "NVLink", "host shared memory", "a shaped CPU link"
+SOCKETS, NODES_MEMORY = "sockets of two nodes on one host", "host shared memory of two nodes on one host"
 FORWARD, BACKWARD = "forward", "forward+backward"
 DEVICE, RANKS = "H200", 2
 DEFAULT_SHAPE = (512, 64, 1280, 6)
 SHAPE = ("batch_size", "tokens", "dim", "k")
-_OTHER_MACHINES = ("cross", "hosts", "tcp")  # in the names of folders: hosts that are emulated, other links
+_OTHER_MACHINES = ("cross", "hosts", "tcp")  # in the names of folders: CPU hosts that are emulated, other links
 # Settings that leave what is measured what it is.
 PROTOCOL = frozenset((
     "backward", "check_correctness", "device", "draw", "full_batch_check", "iterations", "json", "modes", "no_compile",
@@ -42,7 +43,7 @@ class Newest:
         modes = list(modes)
         found = [
             each for each in self.comparable(link, direction, compiled, shape)
-            if set(modes) <= set(each.modes) and each.get("environment", "git_commit").startswith(commit)
+            if all(map(each.mode, modes)) and each.get("environment", "git_commit").startswith(commit)
         ]  # fmt: skip
         if found:
             return max(found, key=self._age)
@@ -71,9 +72,10 @@ class Newest:
         for each in self.results.of_kind("trace"):
             if link_of(each) == link and each.get("pass") == direction and _by_default(each):
                 groups.setdefault((self._age(each)[:2]), {})[each.get("mode")] = each
-        whole = [age for age, traces in groups.items() if set(modes) <= set(traces)]
+        found = {age: [_trace_of(mode, traces) for mode in modes] for age, traces in groups.items()}
+        whole = [age for age, traces in found.items() if all(traces)]
         if whole:
-            return [groups[max(whole)][mode] for mode in modes]
+            return found[max(whole)]
         return [Record(self.results, "", lacks=f"a trace of `{mode}` over {link}, {direction}") for mode in modes]
 
     def single_runs(self, shape: tuple, modes: Iterable[str], direction: str = FORWARD) -> Iterator[list[Record]]:
@@ -106,6 +108,8 @@ def link_of(record: Record) -> str | None:
         return SHAPED
     if any(mark in part for part in parts for mark in _OTHER_MACHINES):
         return None
+    if any("nodes" in part for part in parts):
+        return SOCKETS if any("sockets" in part for part in parts) else NODES_MEMORY
     by_variable = (record.get("variables") or {}).get("NCCL_P2P_DISABLE") == "1"
     return HOST_MEMORY if by_variable or any(re.search(r"\bshm\b|_shm", part) for part in parts) else NVLINK
 
@@ -118,6 +122,18 @@ def options_of(record: Record) -> list[str]:
             flag = f"--{name.replace('_', '-')}"
             found.append(flag if setting["value"] is True else f"{flag} {setting['value']}")
     return found
+
+
+def _trace_of(name: str, traces: dict[str, Record]) -> Record | None:
+    """The trace of a mode, or of the first one that `MEANINGS` names and whose kernels show the same transport."""
+    if name not in MEANINGS:
+        return traces.get(name)
+    known = [traces[mode] for mode in MEANINGS[name] if mode in traces]
+    return next((each for each in known if _stores_to_peers(each) == ("peers" in name)), None)
+
+
+def _stores_to_peers(trace: Record) -> bool:
+    return any("gemm_combine" in kernel["name"] for kernel in trace.get("kernels"))
 
 
 def _as_asked(record: Record, link: str, compiled: bool, shape: tuple) -> bool:

@@ -10,7 +10,7 @@ from .citations import COMP_ONLY, EXCHANGES, NOT_RECORDED, Record
 from .markdown import TableMaker, table
 from .newest import missing, options_of
 
-EMULATIONS = ("shm", "netns", "cross", "hosts")  # in the names of folders whose link stands for another
+EMULATIONS = ("shm", "netns", "cross", "hosts", "nodes")  # in the names of folders whose link stands for another
 
 
 class Tables(TableMaker):
@@ -76,11 +76,11 @@ class Tables(TableMaker):
         rows, records = [], list(records)
         with self.table_of(" ".join(each.file for each in records)) as sources:
             for record in records:
-                for mode in (mode for mode in modes if record.get("measurements", mode)):
+                for mode in filter(record.mode, modes):
                     rows.append(
                         (
                             record.get("pass"),
-                            f"`{mode}`",
+                            f"`{record.mode(mode)}`",
                             record.ms(mode),
                             record.ratio(mode),
                             record.hidden(mode),
@@ -120,8 +120,9 @@ class Tables(TableMaker):
         with self.table_of("small runs") as sources:
             for records in pairs:
                 times = [each.cite("value", ("slowest_rank", "p50_s"), form="4", scale=1e3) for each in records]
-                rows.append((records[0].torch(), records[0].shape(), *times, records[0].commit()))
-        head = ("torch", "(B, T, D, k)", "`none` ms", "`kernel` by NCCL ms", "commit")
+                by = "the peers' memory" if "peers" in (records[-1].get("plan") or "").split() else "NCCL"
+                rows.append((records[0].torch(), records[0].shape(), *times, by, records[0].commit()))
+        head = ("torch", "(B, T, D, k)", "`none` ms", "`kernel` ms", "exchanges by", "commit")
         return self.shown("small shapes, eager, one mode at a time", head, rows, sources)
 
     def checks(self) -> str:
@@ -241,7 +242,7 @@ class Tables(TableMaker):
                         record.ms(EXCHANGES),
                         record.ms(COMP_ONLY),
                         record.ratio(COMP_ONLY, to=EXCHANGES),
-                        f"`{mode}`",
+                        f"`{record.mode(mode)}`",
                         record.ratio(mode),
                         record.hidden(mode),
                     )

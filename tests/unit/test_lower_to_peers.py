@@ -1,13 +1,17 @@
 """Which layers are lowered to the peers' memory, and which are left to the collectives; on the fake process group."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from archive_double import ArchiveFFN
 from test_user_graphs import P, TOKENS, WIDTH, _call, _input, _run
 
-from compile_overlap import transport
+from compile_overlap import notice, transport
+from compile_overlap.config import Settings
+from compile_overlap.costs import Costs
+from compile_overlap.layout import Layout
 from passes import verify
 from passes.base import ContractError
 from passes.discover import discover
@@ -162,6 +166,25 @@ def test_the_pass_can_be_switched_off(monkeypatch):
                A2A_FFN_DISABLE_PASSES="lower-to-peers", **PEERS)  # fmt: skip
     assert _lowered(log) == []
     assert "share-kernels" in dict(log)
+
+
+@pytest.mark.parametrize("settings, device, host, obstacle, peers", [
+    ({}, "cuda", 4, None, True), ({}, "cuda", 2, None, False), ({}, "cpu", 4, None, False), ({}, "cuda", 4, "no", False),
+    ({"transport": "collectives"}, "cuda", 4, None, False), ({"transport": "peers"}, "cuda", 2, None, True),
+    ({"disabled_passes": ("pin-order",)}, "cuda", 4, None, False),
+    ({"disabled_passes": ("lower-to-peers",)}, "cuda", 4, None, False),
+    ({"strict": True}, "cuda", 4, "no", False),
+])  # fmt: skip
+def test_peers_are_the_default_among_gpus_of_one_host(monkeypatch, settings, device, host, obstacle, peers):
+    monkeypatch.setattr(transport.rooms, "domain_of", lambda *_: tuple(range(host)))
+    monkeypatch.setattr(transport, "_obstacle", lambda *_: obstacle)
+    chosen = Settings(**settings, costs=Costs(1e-5, 3e11, 5e14))
+    layout = Layout(P=4, B=64, T=32, D=640, H=1280)
+    arguments = layout, torch.bfloat16, torch.device(device), False, "add", chosen
+    assert transport._exchanging(None, 0, *arguments).peers == peers
+    with pytest.raises(notice.Delegated, match="pin-order" if "pin-order" in chosen.disabled_passes else "none to be had"):
+        monkeypatch.setattr(transport, "_obstacle", lambda *_: "none to be had")
+        transport._exchanging(None, 0, *arguments[:-1], replace(chosen, transport="peers", strict=True))
 
 
 def test_an_inbox_is_read_in_place_only_by_gemms_of_its_chunk(monkeypatch):

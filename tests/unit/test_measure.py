@@ -275,6 +275,11 @@ def test_without_waits_between_streams_dependencies_are_unknown():
         if "correlation" in entry.get("args", {}):
             entry["args"]["correlation"] = 10
     assert calls_of(graph)[0].dependencies is None
+    somewhere = kineto(*ROWS, syncs=SYNCS)
+    for entry in somewhere["traceEvents"]:
+        if entry.get("cat") == "cuda_sync":
+            entry["args"].update(wait_on_stream=-1, wait_on_cuda_event_record_corr_id=-1)
+    assert calls_of(somewhere)[0].dependencies is None
 
 
 @pytest.mark.parametrize("trace, message", [

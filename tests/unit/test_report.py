@@ -164,7 +164,7 @@ def test_another_value_in_a_record_is_another_number_in_the_report(built, tmp_pa
     (tmp_path / "reports" / "results" / "cpu-netns" / "forward.json").unlink()
     markdown, _ = report.build(tmp_path / "reports", tmp_path / "figures")
     assert "6.123 ms" in markdown and "| `kernel` | 6.123 |" in markdown and "fffffff" in markdown
-    assert "Plans: `overlap` `kernel` `4,12,12,4 r7 a2 b1 s16`." in markdown and "Plans: " not in before
+    assert "Plans: `overlap` `kernel` `4,12,12,4 r7 a2 b1 s16`." in markdown and "Plans: `overlap`" not in before
     assert markdown.count(shown) < before.count(shown)
     lacking = "No record yet: `none`, `passes` over a shaped CPU link, forward."
     assert markdown.count(lacking) == 2 and lacking not in before
@@ -176,7 +176,7 @@ def test_without_records_the_report_says_so(tmp_path):
     (tmp_path / "notes.json").write_text("{}")
     markdown, results = report.build(tmp_path, tmp_path / "figures")
     assert results.citations == [] and "no record ms" not in markdown and "no recordx" not in markdown
-    assert "No record yet: `none`, `kernel:peers` over NVLink, forward, compiled." in markdown
+    assert "No record yet: `none`, `kernel by peers` over NVLink, forward, compiled." in markdown
     assert "No record yet: faults of a rank." in markdown and "No record.\n" not in markdown
     assert "Roofline of the forward GEMMs and of whole layers: no record." in markdown
 
@@ -244,7 +244,7 @@ def with_record(folder, name, seconds, commit=OTHER, torch="2.11.0+cu130", **set
         content["configuration"][setting] = {"value": value, "default": None, "overridden": True}
     (folder / "results" / name).parent.mkdir(exist_ok=True)
     (folder / "results" / name).write_text(json.dumps(content))
-    return Newest(Results(folder / "results"))("NVLink", ["none", "kernel:peers"])
+    return Newest(Results(folder / "results"))("NVLink", ["none", "kernel by peers"])
 
 
 def test_the_newest_comparable_record_is_the_one_that_is_cited(tmp_path):
@@ -261,10 +261,30 @@ def test_the_newest_comparable_record_is_the_one_that_is_cited(tmp_path):
     assert "through the peers' memory it takes\n  3.457 ms" in markdown and "(torch 2.13.0)" in markdown
 
 
+def test_what_a_mode_went_through_is_its_plan_s_word(tmp_path):
+    record = with_record(tmp_path / "reports", "h200x2-torch-2.11.0/new.json", 0.001)
+    content = record.get()
+    assert (record.mode("kernel by NCCL"), record.mode("kernel by peers")) == ("kernel", "kernel:peers")
+    content["plans"] = {"kernel": "32 r1 a2 b1 s0 peers"}
+    assert record.mode("kernel by NCCL") is None and record.by_peers("kernel")
+    content["summary"]["kernel:TRANSPORT=collectives"] = {}
+    del content["summary"]["kernel:peers"]
+    assert record.mode("kernel by NCCL") == "kernel:TRANSPORT=collectives"
+    assert record.mode("kernel by peers") == "kernel" and record.mode("kernel:peers") is None
+
+
+def test_two_nodes_on_one_host_are_links_of_their_own():
+    newest = Newest(Results(REPORTS / "results"))
+    for link, name in (("sockets", "sockets"), ("host shared memory", "shm")):
+        assert newest(f"{link} of two nodes on one host", ["none", "kernel"]).file.split("/")[1] == f"h200x2-two-nodes-{name}"
+        assert "nodes" not in newest(link if name == "shm" else "NVLink", ["none", "kernel"]).file
+
+
 def test_traces_that_are_compared_are_of_one_commit(tmp_path):
     newest = Newest(Results(REPORTS / "results"))
-    modes = ["kernel:naive", "kernel"]
-    assert [each.get("mode") for each in newest.traces("NVLink", modes)] == modes
+    modes = ["kernel:naive", "kernel by NCCL"]
+    assert [each.get("mode") for each in newest.traces("NVLink", modes)] == ["kernel:naive", "kernel"]
+    assert not any(newest.traces("NVLink", ["kernel by peers"]))
     later = REPORTS / "results" / "h200x2-torch-2.11.0" / "traces" / "kernel.trace.json"
     shutil.copytree(REPORTS, tmp_path / "reports")
     content = json.loads(later.read_text())
@@ -277,9 +297,9 @@ def test_traces_that_are_compared_are_of_one_commit(tmp_path):
 
 
 def test_runs_of_one_mode_are_paired_by_version_and_commit(built):
-    table = built[1].split("this is what the layer takes beside `none`:")[1].split("*Source")[0]
-    assert "| 2.11.0+cu130 | (4, 16, 128, 2) | 0.7518 | 2.963 | e2a187b |" in table
-    assert "| 2.6.0+cu124 | (4, 16, 128, 2) | 0.4156 | 1.798 | e2a187b |" in table
+    table = built[1].split("this is what the layer took beside `none`:")[1].split("*Source")[0]
+    assert "| 2.11.0+cu130 | (4, 16, 128, 2) | 0.7518 | 2.963 | NCCL | e2a187b |" in table
+    assert "| 2.6.0+cu124 | (4, 16, 128, 2) | 0.4156 | 1.798 | NCCL | e2a187b |" in table
 
 
 def test_what_is_unlike_its_neighbours_says_why(built):

@@ -116,7 +116,7 @@ def test_the_planner_s_candidates_are_modes_of_the_comparison(monkeypatch, capsy
     names = compare.parse_modes(modes)
     asked = command.Question("H200", 2)
     ranked = plan.ranked_on(asked.machine, asked.layout, 2, "cuda", False, Settings())
-    assert names[:2] == ["none", "kernel"] and len(names) == 2 + len(ranked) > 5
+    assert names[:2] == ["none", "kernel:TRANSPORT=collectives"] and len(names) == 2 + len(ranked) > 5
     for name, each in zip(names[2:], ranked):
         monkeypatch.setenv("A2A_FFN_CHUNKS", variants.parse(name).environment["A2A_FFN_CHUNKS"])
         again = plan.ranked_on(asked.machine, asked.layout, 2, "cuda", False, Settings.from_environment())
