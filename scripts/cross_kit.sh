@@ -18,7 +18,11 @@ set -uo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 here=$root/research_topic_2
 usage="usage: NNODES=2 NPROC=8 NODE_RANK=0 MASTER_ADDR=IP cross_kit.sh OUT [--dry-run] [--cpu] [--only NAME,NAME...]"
-out=${1:?$usage}
+case ${1:-} in
+  -h | --help) echo "$usage"; exit 0 ;;
+  "" | -*) echo "$usage" >&2; exit 2 ;;
+esac
+out=$1
 : "${NODE_RANK:?$usage}" "${MASTER_ADDR:?$usage}"
 shift
 dry_run=0 cpu=0 only=""
