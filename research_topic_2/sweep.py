@@ -66,7 +66,7 @@ def build_parser():
 
 
 def all_modes(no_compile):
-    """All modes, and kernel by collectives too, that can run here: without Inductor's passes in eager mode or where this torch lacks them."""
+    """All modes that can run here, kernel by collectives too; Inductor's own passes where compiled and this torch has them."""
     return ",".join([*MODES, *(name for name in BUILT_IN if not no_compile and _known(name))])
 
 
