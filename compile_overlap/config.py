@@ -131,9 +131,18 @@ def _costs(name: str) -> Costs | None:
         latency_us, link_gb, gemm_tera = (float(part) for part in text.split(","))
     except ValueError:
         latency_us = link_gb = gemm_tera = 0.0
-    allowed = all(1e-9 < value < 1e9 for value in (latency_us, link_gb, gemm_tera))
-    require(allowed, name, text, "three positive numbers: us, GB/s, TFLOP/s")
-    return Costs(latency_us * 1e-6, link_gb * 1e9, gemm_tera * 1e12)
+    costs = Costs(latency_us * 1e-6, link_gb * 1e9, gemm_tera * 1e12)
+    require(are_sound(costs), name, text, COSTS_RANGE)
+    return costs
+
+
+COSTS_RANGE = "three positive numbers: us, GB/s, TFLOP/s, each between 1e-9 and 1e9"
+
+
+def are_sound(costs: Costs) -> bool:
+    """Whether a plan can be made with these costs (`COSTS_RANGE`): a file may hold any."""
+    values = costs.latency_s * 1e6, costs.bytes_per_s * 1e-9, costs.flops_per_s * 1e-12
+    return all(1e-9 < value < 1e9 for value in values)
 
 
 def _passes(name: str) -> tuple[str, ...]:

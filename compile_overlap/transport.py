@@ -29,7 +29,8 @@ def plan_for(group: Any, rank: int, device: torch.device, problem: Problem) -> P
     """
     layout, dtype, training, _, bias, _, settings = problem
     hosts, P = settings.ranks_per_host, layout.P
-    require(hosts is None or P % hosts == 0, "A2A_FFN_RANKS_PER_HOST", hosts, f"a divisor of the group's ranks, P = {P}")
+    fits = hosts is None or P == 1 or P % hosts == 0
+    require(fits, "A2A_FFN_RANKS_PER_HOST", hosts, f"a divisor of the group's ranks, P = {P}")
     chosen = _as_tuned(group, rank, device, problem)
     chosen = chosen or _exchanging(group, rank, layout, dtype, device, training, bias, settings)
     return _completed(group, rank, device, problem, chosen)

@@ -76,6 +76,7 @@ def _tune(ffn: Any, inputs: torch.Tensor, compiled: bool, most: int, rounds: int
         require(type(value) is int and value >= 1, name, value, "a count of at least 1")
     set_chunks = settings.sizes or settings.chunks
     require(not set_chunks, "A2A_FFN_CHUNKS", set_chunks, "unset to tune")
+    known_plans.check_folder(ffn.ep_group, inputs.device)
     reason = plan.unsupported(ffn, inputs) or plan.decomposed(layout, inputs)
     require(reason is None, "ffn", type(ffn).__name__, f"a layer that is overlapped, but {reason}")
 

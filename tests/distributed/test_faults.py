@@ -270,6 +270,11 @@ def _layers(rank):
         found["nothing to tune"] = _error(lambda: compile_overlap.tune(alone, inputs))
     ffn = _overlapped(rank)
     with torch.no_grad():
+        os.environ["A2A_FFN_PLANS"] = __file__
+        measure, tune_module.measure = tune_module.measure, None
+        found["no folder"] = _error(lambda: compile_overlap.tune(ffn, inputs, rounds=1))
+        tune_module.measure = measure
+        os.environ["A2A_FFN_PLANS"] = "off"
         if rank == OTHER:
             tune_module.Stopwatch = _no_memory
         found["no memory"] = _error(lambda: compile_overlap.tune(ffn, inputs, rounds=1))
@@ -286,6 +291,7 @@ def _no_memory(*_):
 def test_layers_of_other_groups_and_of_one_rank_ask_nobody_else(tmp_path):
     results = _on_ranks(_layers, tmp_path)
     for found in results:
+        assert found["no folder"] == f"ValueError: A2A_FFN_PLANS = {__file__}: must be a folder, or off"
         assert found["two threads"] == ["", ""] and found["known"] == found["with gradients"] == ""
     assert results[0]["alone"] == ""
     assert results[0]["nothing to tune"].startswith("ValueError: ffn.ep_group_size = 1: must be at least 2")
