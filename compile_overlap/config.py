@@ -136,6 +136,17 @@ def _costs(name: str) -> Costs | None:
     return costs
 
 
+def require_divisor(ranks_per_host: int | None, P: int) -> None:
+    """Raise ValueError unless hosts of so many ranks make up a group of P; None, and any number for one rank, do."""
+    fits = ranks_per_host is None or P == 1 or P % ranks_per_host == 0
+    require(fits, "A2A_FFN_RANKS_PER_HOST", ranks_per_host, f"a divisor of the group's ranks, P = {P}")
+
+
+def check_settings() -> None:
+    """Raise ValueError where a setting from the environment is unfit by itself, before anything is made."""
+    Settings.from_environment()
+
+
 COSTS_RANGE = "three positive numbers: us, GB/s, TFLOP/s, each between 1e-9 and 1e9"
 
 
