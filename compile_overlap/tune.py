@@ -67,18 +67,18 @@ def tune(ffn: Any, inputs: torch.Tensor, *, compiled: bool = False, most: int = 
 
 def _tune(ffn: Any, inputs: torch.Tensor, compiled: bool, most: int, rounds: int) -> Tuning:
     layout, settings = check_call(ffn, inputs), Settings.from_environment()
-    require(layout.P > 1, "ffn.ep_group_size", layout.P, "at least 2: one rank has nothing to overlap")
     arguments = {"compiled": compiled, "most": most, "rounds": rounds, "settings": settings}
     training = torch.is_grad_enabled()
-    about = {"layout": layout, "dtype": inputs.dtype, "gradients": training, **arguments}
+    reason = plan.unsupported(ffn, inputs) or plan.decomposed(layout, inputs)
+    about = {"layout": layout, "dtype": inputs.dtype, "gradients": training, "not overlapped, because": reason, **arguments}
     faults.agree(ffn.ep_group, layout.P, "tune", about)
     for name, value in (("most", most), ("rounds", rounds)):
         require(type(value) is int and value >= 1, name, value, "a count of at least 1")
+    require(layout.P > 1, "ffn.ep_group_size", layout.P, "at least 2: one rank has nothing to overlap")
     set_chunks = settings.sizes or settings.chunks
     require(not set_chunks, "A2A_FFN_CHUNKS", set_chunks, "unset to tune")
-    known_plans.check_folder(ffn.ep_group, inputs.device)
-    reason = plan.unsupported(ffn, inputs) or plan.decomposed(layout, inputs)
     require(reason is None, "ffn", type(ffn).__name__, f"a layer that is overlapped, but {reason}")
+    known_plans.check_folder(ffn.ep_group, inputs.device)
 
     problem = api.problem_of(ffn, layout, settings, candidate_of(ffn, inputs, layout, settings, compiled))
     plans = transport.candidates(ffn.ep_group, ffn.ep_index, inputs.device, problem, most)
