@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import compile_overlap
-from compile_overlap import api, compiler, faults
+from compile_overlap import api, board, compiler, faults
 from compile_overlap.layer import overlapped_ffn
 from compile_overlap.layout import Layout
 
@@ -116,10 +116,9 @@ def _together(rank):
     found["version"] = _error(_agree)
     faults.versions = lambda: usual
     found["all alike"] = _error(_agree)
-    board = faults._board(None)
-    place = board.place
+    place = faults._board(None).place
     _agree()
-    found["nothing is asked again"] = board.place == place
+    found["nothing is asked again"] = faults._board(None).place == place
     ffn, inputs = _ffn(rank), torch.randn(2, 6, 8)
     wide = torch.randn(2, 6, 9)
     found["raises"] = _error(lambda: ffn(wide if faulty else inputs, overlap="kernel"))
@@ -171,6 +170,7 @@ def _handled(rank):
                 raise OSError("no such file")
 
     found["in a step"] = _error(lambda: step(2))
+    time.sleep(0.5 if faulty else 0)
     found["and another batch size"] = call(3)
     found["tried again"] = [call(3, width=9), call(3)] if faulty else [call(3)]
     found["and another one"] = call(4)
@@ -182,24 +182,29 @@ def _handled(rank):
     found["tuned"] = _error(lambda: compile_overlap.tune(ffn, torch.randn(8, 6, 8)))
     os.environ["A2A_FFN_COSTS"] = ""
     found["at last"] = call(9)
-    found["stays away"] = _error(step) if faulty else call(10)
+    board.GRACE_S = 1
+    found["stays away"] = _error(step) if faulty else ""
+    time.sleep(2 if faulty else 0)
+    found["too late"] = call(10)
+    found["and together"] = call(11)
     return found
 
 
 def test_an_error_that_was_handled_is_no_fault_of_the_group(tmp_path):
     for rank, found in enumerate(_on_ranks(_handled, tmp_path)):
-        for name in ("and another batch size", "and another one", "and one more", "at last"):
+        for name in ("and another batch size", "and another one", "and one more", "at last", "and together"):
             assert found[name] == "", (rank, name, found)
         assert found["tried again"][-1] == ""
         if rank == OTHER:
             assert found["in a step"] == found["stays away"] == "OSError: no such file"
+            assert "ranks 0, 2 did not come to agree" in found["too late"], found
             continue
         assert found["in a step"] == ""
         for text, call, error in (
             *((text, "forward_ffn(inputs (", "inputs.shape[2] (D) = 9") for text in found["twice"]),
             (found["explained"], "explain(inputs (8, 6, 9), torch.float32)", "inputs.shape[2] (D) = 9"),
             (found["tuned"], "tune(inputs (8, 6, 8), torch.float32)", "A2A_FFN_COSTS = nonsense"),
-            (found["stays away"], "a step", "OSError: no such file"),
+            (found["too late"], "a step", "OSError: no such file"),
         ):
             assert text.startswith(f"RankFault: rank 1 failed in {call}") and error in text, text
 
