@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import threading
 import weakref
 from dataclasses import dataclass
 from operator import index
-from typing import Any
+from typing import Any, Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -20,7 +22,7 @@ from . import calls, compat, compiler, faults, known_plans, notice, plan, probe,
 from .config import VARIABLES, Settings, variables
 from .group import all_ranks, group_name, overlap_alias
 from .layer import overlapped_ffn
-from .layout import Layout, check_call, eps_of, parameters_of
+from .layout import PARAMETERS, Layout, check_call, eps_of, parameters_of
 from .recipes import ADD, EAGER_EXACT, INDUCTOR
 from .schedule import Plan
 
@@ -49,43 +51,88 @@ def forward_ffn(ffn: Any, inputs: torch.Tensor, *, comp_only: bool = False) -> t
     # Not `is_compiling`, which is true in all threads while one of them compiles.
     if torch.compiler.is_dynamo_compiling():
         return _inlined(ffn, inputs, check_call(ffn, inputs), plan.unsupported(ffn, inputs), comp_only)
+    before = True
     try:
-        return _answer(ffn, inputs, comp_only)
+        layer, tensors = _answer(ffn, inputs, comp_only)
+        before = False
+        if ffn.ep_group_size > 1 and not comp_only:
+            faults.begin(ffn.ep_group)
+        return layer(*tensors)
     except Exception as error:
-        fault = _explained(ffn, inputs, error)
+        fault = _explained("forward_ffn", ffn, inputs, error, before)
         if fault is error:
             raise
         raise fault from error
 
 
-def _answer(ffn: Any, inputs: torch.Tensor, comp_only: bool) -> torch.Tensor:
-    """`forward_ffn` of an eager caller."""
+def _answer(
+    ffn: Any, inputs: torch.Tensor, comp_only: bool
+) -> tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]:
+    """What answers `forward_ffn` of an eager caller, and the tensors that it takes."""
     transform = compat.transform_in_use()
     known = None if transform else calls.known_layer(ffn, inputs, comp_only)
     if known is not None:
         layer, parameters = known
-        return layer(inputs.contiguous(), *parameters)
+        return layer, (inputs.contiguous(), *parameters)
+    _enter(ffn)
     layout = check_call(ffn, inputs)
     settings = Settings.from_environment()
     layer, reason = None, transform or plan.unsupported(ffn, inputs) or plan.decomposed(layout, inputs)
-    agree_on_call(ffn.ep_group, layout, inputs.dtype, reason)
-    if reason is None:
-        with _DECIDING:
+    with _deciding(ffn.ep_group, layout.P):
+        agree_on_call(ffn.ep_group, layout, inputs.dtype, reason)
+        if reason is None:
             layer, reason = _decided(ffn, inputs, layout, settings, comp_only)
     if layer is None:
         notice.delegate(reason, strict=settings.strict, rank=ffn.ep_index)
-        return _reference(ffn, inputs, comp_only, reason)
-    calls.keep(ffn, inputs, comp_only, layer)
-    return layer(inputs.contiguous(), *parameters_of(ffn))
+        return functools.partial(_reference, ffn, inputs, comp_only, reason), ()
+    with _KEEPING:
+        calls.keep(ffn, inputs, comp_only, layer)
+    return layer, (inputs.contiguous(), *parameters_of(ffn))
 
 
-def _explained(ffn: Any, inputs: Any, error: Exception) -> Exception:
-    """What a failed call raises: `error`, or one that names the ranks at fault."""
+@contextlib.contextmanager
+def telling(name: str, ffn: Any, inputs: Any) -> Iterator[None]:
+    """Around `name(ffn, inputs)`, which all ranks of the group call: an error of one is told to the others at once."""
+    try:
+        _enter(ffn)
+        yield
+    except Exception as error:
+        fault = _explained(name, ffn, inputs, error, before=True)
+        if fault is error:
+            raise
+        raise fault from error
+
+
+def _enter(ffn: Any) -> None:
+    if _has_others(ffn):
+        faults.enter(getattr(ffn, "ep_group", None))
+
+
+def _has_others(ffn: Any) -> bool:
     size = getattr(ffn, "ep_group_size", 1)
-    if not isinstance(size, int) or size < 2:
+    return isinstance(size, int) and size > 1
+
+
+def _explained(name: str, ffn: Any, inputs: Any, error: Exception, before: bool) -> Exception:
+    """What a failed call raises: `error`, or one that names the ranks at fault."""
+    if not _has_others(ffn):
         return error
-    call = f"{tuple(inputs.shape)}, {inputs.dtype}" if isinstance(inputs, torch.Tensor) else type(inputs).__name__
-    return faults.explained(ffn.ep_group, error, f"forward_ffn(inputs {call})")
+    return faults.explained(getattr(ffn, "ep_group", None), error, f"{name}({_described(ffn, inputs)})", before)
+
+
+def _described(ffn: Any, inputs: Any) -> str:
+    """A call's inputs, and what is unusual in its tensors: ranks must not differ in these either."""
+    if not isinstance(inputs, torch.Tensor):
+        return f"inputs {type(inputs).__name__}"
+    parts = [f"inputs {tuple(inputs.shape)}, {inputs.dtype}"]
+    with contextlib.suppress(AttributeError):  # no layer
+        tensors = dict(zip(PARAMETERS, parameters_of(ffn)))
+        frozen = [key for key, each in tensors.items() if each is not None and not each.requires_grad]
+        odd = [f"{key} {each.stride()}" for key, each in tensors.items() if each is not None and not each.is_contiguous()]
+        parts += ["inputs require gradients"] if inputs.requires_grad else []
+        parts += [f"frozen: {', '.join(frozen)}"] if frozen else []
+        parts += [f"strides: {', '.join(odd)}"] if odd else []
+    return "; ".join([*parts, *([] if torch.is_grad_enabled() else ["no gradients"])])
 
 
 def _reference(ffn: Any, inputs: torch.Tensor, comp_only: bool, reason: str) -> torch.Tensor:
@@ -100,7 +147,15 @@ def _reference(ffn: Any, inputs: torch.Tensor, comp_only: bool, reason: str) -> 
     return outputs
 
 
-_DECIDING = threading.RLock()
+# Ranks wait for each other while one is held: so one for each group, or threads of several groups could take them in
+# different orders on different ranks. `_KEEPING` is over what is kept for all groups, and never held during a wait.
+_DECIDING: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
+_ALONE, _KEEPING = threading.RLock(), threading.RLock()
+
+
+def _deciding(group: Any, P: int) -> threading.RLock:
+    """The lock under which a group's layers are decided and made."""
+    return _ALONE if P == 1 else _DECIDING.setdefault(dist.group.WORLD if group is None else group, threading.RLock())
 
 
 def _decided(
@@ -198,16 +253,16 @@ def _layer(
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     # The group belongs to the key even where nothing is exchanged: whether a rank compiles is agreed over it.
     group = group_name(ffn.ep_group) if layout.P > 1 else None
-    shared = (layout, group, tuple(static.items()), inputs.dtype, modes)
     per_tensor = tuple((t.requires_grad, t.stride()) for t in tensors)
-    key = (shared, per_tensor, inputs.device)
+    key = (group, layout, tuple(static.items()), inputs.dtype, modes, per_tensor, inputs.device)
     layer = compiler.cached_layer(key)
     if layer is None:
         _refuse_capture(inputs, "the layer is compiled")
         agreed = {**static, "modes": modes, "requires_grad and strides": per_tensor}
-        faults.agree(ffn.ep_group, f"the layer for {layout}", agreed)
-        calls.forget(compiler.drop_oldest())
-        layer = compiler.new_layer(key, static)
+        faults.agree(ffn.ep_group, layout.P, f"the layer for {layout}", agreed)
+        with _KEEPING:
+            calls.forget(compiler.drop_oldest(group))
+            layer = compiler.new_layer(key, static)
         error = layer.prepare(*tensors)
         if not all_ranks(ffn.ep_group, layout.P, inputs.device, error is None):
             failure = f"compilation failed: {error or 'on another rank'}"
@@ -228,8 +283,6 @@ def agree_on_call(
 
     `answer` says what answers it, unless the reference does for a `reason`. Raises what `faults.agree` raises.
     """
-    if layout.P == 1:
-        return
     configuration = {
         "inputs.shape": (layout.B, layout.T, layout.D),
         "H": layout.H,
@@ -239,7 +292,8 @@ def agree_on_call(
         **{name: "not set" if text is None else os.fsdecode(text) for name, text in zip(VARIABLES, variables())},
         **faults.versions(),
     }
-    faults.agree_once(group, f"forward_ffn(inputs {configuration['inputs.shape']}, {dtype})", configuration)
+    what = f"forward_ffn(inputs {configuration['inputs.shape']}, {dtype})"
+    faults.agree_once(group, layout.P, what, configuration)
 
 
 def _refuse_capture(inputs: torch.Tensor, what: str) -> None:

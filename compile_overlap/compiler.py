@@ -2,8 +2,9 @@
 
 A configuration is compiled before it is run, so that the ranks can agree that all of them can: its first call is made
 with execution held back. Dynamo keeps at most eight variants of a code object and then silently runs eager code, so
-each configuration has a code object of its own. At most `MAX_LAYERS` of them are kept: then the oldest is dropped for a
-new one. Not the least used: which layer was made when is the same on every rank, which was used when is not.
+each configuration has a code object of its own. At most `MAX_LAYERS` of them are kept for each group: then its oldest is
+dropped for a new one. Not the least used, nor another group's: which layer of a group was made when is the same on all its
+ranks, which was used when is not.
 A dropped layer is freed at once, and its code with it: Dynamo, which keeps backends for good and compiled functions as
 long as the code that they belong to, may not refer to it, and is told to forget its code.
 
@@ -141,15 +142,19 @@ def cached_layer(key: tuple[Any, ...]) -> CompiledLayer | str | None:
     return _LAYERS.get(key)
 
 
-def drop_oldest() -> CompiledLayer | str | None:
-    """Make place for a new layer where there are `MAX_LAYERS`: what was dropped, for others to forget, or None."""
-    if len(_LAYERS) < MAX_LAYERS:
+def drop_oldest(group: str | None) -> CompiledLayer | str | None:
+    """Make place for a new layer of a group that has `MAX_LAYERS`: what was dropped, for others to forget, or None.
+
+    `group`: its name, with which the keys of its layers begin; None for layers of one rank.
+    """
+    of_group = [key for key in list(_LAYERS) if key[0] == group]
+    if len(of_group) < MAX_LAYERS:
         return None
     notice.warn_once(
         f"more than {MAX_LAYERS} configurations (shapes, strides, dtypes, grad modes): the oldest is dropped for each "
         "new one, and compiled again when it comes back; pad or bucket the batch sizes"
     )
-    return _LAYERS.pop(next(iter(_LAYERS)))
+    return _LAYERS.pop(of_group[0])
 
 
 def new_layer(key: tuple[Any, ...], static: dict[str, Any]) -> CompiledLayer:

@@ -131,9 +131,29 @@ def _costs(name: str) -> Costs | None:
         latency_us, link_gb, gemm_tera = (float(part) for part in text.split(","))
     except ValueError:
         latency_us = link_gb = gemm_tera = 0.0
-    allowed = all(1e-9 < value < 1e9 for value in (latency_us, link_gb, gemm_tera))
-    require(allowed, name, text, "three positive numbers: us, GB/s, TFLOP/s")
-    return Costs(latency_us * 1e-6, link_gb * 1e9, gemm_tera * 1e12)
+    costs = Costs(latency_us * 1e-6, link_gb * 1e9, gemm_tera * 1e12)
+    require(are_sound(costs), name, text, COSTS_RANGE)
+    return costs
+
+
+def require_divisor(ranks_per_host: int | None, P: int) -> None:
+    """Raise ValueError unless hosts of so many ranks make up a group of P; None, and any number for one rank, do."""
+    fits = ranks_per_host is None or P == 1 or P % ranks_per_host == 0
+    require(fits, "A2A_FFN_RANKS_PER_HOST", ranks_per_host, f"a divisor of the group's ranks, P = {P}")
+
+
+def check_settings() -> None:
+    """Raise ValueError where a setting from the environment is unfit by itself, before anything is made."""
+    Settings.from_environment()
+
+
+COSTS_RANGE = "three positive numbers: us, GB/s, TFLOP/s, each between 1e-9 and 1e9"
+
+
+def are_sound(costs: Costs) -> bool:
+    """Whether a plan can be made with these costs (`COSTS_RANGE`): a file may hold any."""
+    values = costs.latency_s * 1e6, costs.bytes_per_s * 1e-9, costs.flops_per_s * 1e-12
+    return all(1e-9 < value < 1e9 for value in values)
 
 
 def _passes(name: str) -> tuple[str, ...]:

@@ -21,9 +21,15 @@ def explain(ffn: Any, inputs: torch.Tensor) -> str:
 
     Takes the decision if it has not been taken yet, so every rank of the group must call it.
     """
+    with api.telling("explain", ffn, inputs):
+        return _explained(ffn, inputs)
+
+
+def _explained(ffn: Any, inputs: torch.Tensor) -> str:
     layout = check_call(ffn, inputs)
     settings = Settings.from_environment()
     reason = plan.unsupported(ffn, inputs)
+    api.agree_on_call(ffn.ep_group, layout, inputs.dtype, reason)
     decision = None if reason else api.decide(ffn, inputs, layout, settings)
     if decision is not None and decision.recipe is None:
         reason = decision.reason
@@ -60,6 +66,11 @@ def plan_of(ffn: Any, inputs: torch.Tensor, *, compiled: bool = False) -> str | 
     by the reference. Takes the decision for eager calls if it has not been taken yet, so every rank of the group must
     call it.
     """
+    with api.telling("plan_of", ffn, inputs):
+        return _plan_of(ffn, inputs, compiled)
+
+
+def _plan_of(ffn: Any, inputs: torch.Tensor, compiled: bool) -> str | None:
     layout, settings = check_call(ffn, inputs), Settings.from_environment()
     if layout.P == 1 or plan.unsupported(ffn, inputs) or plan.decomposed(layout, inputs):
         return None

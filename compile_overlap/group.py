@@ -37,8 +37,14 @@ def gathered(group: Any, size: int, device: torch.device, value: Any) -> list[in
     return found.tolist()
 
 
+ELSEWHERE = "another rank cannot"
+
+
 def attempt(group: Any, size: int, device: torch.device, call: Callable[[], Any]) -> tuple[Any, str | None]:
-    """(what `call()` returns, None) where it raises on no rank of the group; else (None, why) on every rank."""
+    """(what `call()` returns, None) where it raises on no rank of the group; else (None, why) on every rank.
+
+    Why is what it raised here, or `ELSEWHERE`.
+    """
     value = failure = None
     try:
         value = call()
@@ -46,7 +52,7 @@ def attempt(group: Any, size: int, device: torch.device, call: Callable[[], Any]
         failure = str(error) or type(error).__name__
     if all_ranks(group, size, device, failure is None):
         return value, None
-    return None, failure or "another rank cannot"
+    return None, failure or ELSEWHERE
 
 
 def from_first(group: Any, device: torch.device, call: Callable[[], Any]) -> Any:

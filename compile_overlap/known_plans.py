@@ -109,6 +109,15 @@ def check(tuned: Plan, problem: Problem, device: torch.device) -> None:
         raise ValueError(f"plan = {tuned}: must be such that {wrong[0]}")
 
 
+def check_folder(group: Any, device: torch.device) -> None:
+    """Raise ValueError on all ranks, which all ask, where the first one's `A2A_FFN_PLANS` is unfit to keep a plan in."""
+
+    def look():
+        plan_store.folder()
+
+    groups.from_first(group, device, look)
+
+
 def keep(group: Any, device: torch.device, problem: Problem, tuned: Tuned) -> str | None:
     """Take this plan for the problem from now on, on all ranks, and keep it: the first rank's file, or None."""
     place = _place(group, problem.layout.P, device)

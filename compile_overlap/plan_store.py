@@ -15,19 +15,21 @@ import hashlib
 import json
 import os
 import stat
-import tempfile
+import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, TypeVar
 
 from . import notice
-from .config import PLANS
+from .config import COSTS_RANGE, PLANS, are_sound
 from .costs import Costs
 from .layout import require
 from .plan_json import LARGEST, as_json, from_json, parsed
 from .schedule import Plan
 
 VERSION = 1
+ABANDONED_S = 3600  # a file that is still being written after so long never will be
 OFF = "off"
 Value = TypeVar("Value")
 
@@ -65,6 +67,7 @@ class Measured:
     def from_json(cls, value: Any) -> Measured:
         """What `as_json` gave. Raises ValueError."""
         *costs, created = _positive(value, (*Costs._fields, "created"))
+        require(are_sound(Costs(*costs)), "costs", costs, COSTS_RANGE)
         return cls(Costs(*costs), int(created))
 
 
@@ -84,8 +87,12 @@ def folder() -> Path | None:
     if text == OFF:
         return None
     if text is not None:
-        place = Path(text).expanduser()
-        require(place.is_dir() or not place.exists(), PLANS, text, f"a folder, or {OFF}")
+        try:
+            place = Path(text).expanduser()
+            fits = place.is_dir() or not place.exists()
+        except (OSError, RuntimeError) as error:  # no such user, a name that is too long, no permission to look
+            raise ValueError(f"{PLANS} = {text}: must be a folder, or {OFF}, but {error}") from error
+        require(fits, PLANS, text, f"a folder, or {OFF}")
         return place
     cache = os.environ.get("XDG_CACHE_HOME", "")
     with contextlib.suppress(RuntimeError):  # a user without a home
@@ -116,16 +123,19 @@ def read(kind: str, key: dict[str, Any], from_json: Callable[[Any], Value]) -> V
 
 def _text(place: Path) -> str:
     """A regular file's text. Not waiting: another file by this name may be a pipe, which nobody writes to."""
-    with open(os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), encoding="utf-8") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("is not a file")
+    descriptor = os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError("is not a file")
+    with open(descriptor, encoding="utf-8") as file:
         return file.read(LARGEST + 1)
 
 
 def _value(content: Any, kind: str, key: dict[str, Any]) -> Any:
     if not isinstance(content, dict) or set(content) != {"kind", "version", "key", "value"}:
         raise ValueError("is no file of compile_overlap's plans")
-    require(content["version"] == VERSION, "version", str(content["version"])[:40], str(VERSION))
+    version = content["version"]
+    require(type(version) is int and version == VERSION, "version", str(version)[:40], str(VERSION))
     if content["kind"] != kind or content["key"] != key:
         raise ValueError("is of another configuration than its name says")
     return content["value"]
@@ -137,15 +147,24 @@ def write(kind: str, key: dict[str, Any], value: dict[str, Any]) -> Path | None:
     if place is None:
         return None
     text = json.dumps({"kind": kind, "version": VERSION, "key": key, "value": value}, indent=1, allow_nan=False)
-    part = None
+    part = place.with_name(f"{place.stem}-{uuid.uuid4().hex}.part")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=place.parent, suffix=".part", delete=False) as part:
-            part.write(text + "\n")
-        os.replace(part.name, place)
+        _clear(place.parent)
+        with open(part, "x") as file:
+            file.write(text + "\n")
+        os.replace(part, place)
     except OSError as error:
         notice.warn_once(f"{place} cannot be written: {error}")
-        if part is not None:
-            Path(part.name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink()
         return None
     return place
+
+
+def _clear(place: Path) -> None:
+    """Remove what writers that were killed have left in this folder."""
+    for part in place.glob("*.part"):
+        with contextlib.suppress(OSError):  # another writer has cleared it, or put it in its place
+            if time.time() - part.stat().st_mtime > ABANDONED_S:
+                part.unlink()

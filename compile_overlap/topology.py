@@ -28,10 +28,11 @@ import torch
 from torch.distributed.rendezvous import rendezvous
 
 from . import rooms
-from .config import Settings
+from .config import Settings, require_divisor
 
 _NETWORKS, _CARDS, _PCI = Path("/sys/class/net"), Path("/sys/class/infiniband"), Path("/sys/bus/pci/devices")
 _IPV4_OF = 0x8915  # SIOCGIFADDR
+MOST_SECONDS = 86400
 
 
 def found(rank: int = 0, local_rank: int = 0) -> dict[str, Any]:
@@ -63,6 +64,7 @@ def _driver() -> tuple[str | None, dict[str, str]]:
     except (OSError, subprocess.SubprocessError):
         return None, {}
     rows = [[cell.strip() for cell in line.split(",")] for line in lines]
+    rows = [row for row in rows if len(row) == 3]  # without a GPU it says so in a sentence
     return (rows[0][2] if rows else None), {uuid.removeprefix("GPU-"): bus.lower()[-12:] for uuid, bus, _ in rows}
 
 
@@ -243,25 +245,45 @@ def _or_unknown(value: int | None) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints the table on rank 0; returns 1 where a rank is missing, else 0."""
+    """Prints the table on rank 0; returns 1 where a rank is missing or the file cannot be written, else 0.
+
+    Leaves with status 2 where the command line or `A2A_FFN_RANKS_PER_HOST` is unfit.
+    """
     parser = argparse.ArgumentParser(prog="python -m compile_overlap.topology", description=__doc__.partition("\n")[0])
     parser.add_argument("--json", metavar="FILE", help="write the findings of all ranks here")
     parser.add_argument("--timeout", type=float, default=60, help="seconds to wait for all ranks (default: %(default)s)")
     options = parser.parse_args(arguments)
+    if not 0 < options.timeout <= MOST_SECONDS:
+        parser.error(f"--timeout {options.timeout}: must be a number of seconds, above 0 and up to {MOST_SECONDS}")
+    try:
+        per_host = Settings.from_environment().ranks_per_host
+        require_divisor(per_host, int(os.environ.get("WORLD_SIZE", 1)))
+    except ValueError as error:
+        parser.error(str(error))
     board = Board(options.timeout) if "RANK" in os.environ else None
     own = found(int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0)))
     findings = board.gather("found", own, options.timeout) if board else [own]
     missing = [rank for rank, each in enumerate(findings) if each is None]
     if own["rank"] == 0:
         present = [each for each in findings if each is not None]
-        print(describe(present, Settings.from_environment().ranks_per_host), flush=True)
+        print(describe(present, per_host), flush=True)
         if missing:
             print(f"rank(s) {', '.join(map(str, missing))} said nothing within {options.timeout:g} s", flush=True)
-        if options.json:
-            Path(options.json).write_text(json.dumps(present, indent=1) + "\n")
+    unwritten = own["rank"] == 0 and options.json and _write(options.json, present)
+    if unwritten:
+        print(f"error: --json {options.json}: {unwritten}", file=sys.stderr, flush=True)
     if board:
         board.leave(options.timeout)
-    return 1 if missing else 0
+    return int(bool(missing or unwritten))
+
+
+def _write(file: str, present: list[dict[str, Any]]) -> OSError | None:
+    """Write the findings; what keeps them from being written, or None."""
+    try:
+        Path(file).write_text(json.dumps(present, indent=1) + "\n")
+    except OSError as error:
+        return error
+    return None
 
 
 if __name__ == "__main__":

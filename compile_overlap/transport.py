@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from . import group as groups
 from . import gemms, known_plans, norms, notice, peers, plan, rooms
-from .config import CUBLAS, PEERS
+from .config import CUBLAS, PEERS, require_divisor
 from .costs import Costs
 from .kernels import gemm_combine
 from .known_plans import Problem
-from .layout import Layout, require
+from .layout import Layout
 from .recipes import ADD, INDUCTOR
 from .schedule import BACKWARD, FORWARD, Plan
 
@@ -28,8 +28,7 @@ def plan_for(group: Any, rank: int, device: torch.device, problem: Problem) -> P
     ValueError where `A2A_FFN_RANKS_PER_HOST` does not divide P.
     """
     layout, dtype, training, _, bias, _, settings = problem
-    hosts, P = settings.ranks_per_host, layout.P
-    require(hosts is None or P % hosts == 0, "A2A_FFN_RANKS_PER_HOST", hosts, f"a divisor of the group's ranks, P = {P}")
+    require_divisor(settings.ranks_per_host, layout.P)
     chosen = _as_tuned(group, rank, device, problem)
     chosen = chosen or _exchanging(group, rank, layout, dtype, device, training, bias, settings)
     return _completed(group, rank, device, problem, chosen)

@@ -18,6 +18,7 @@ import torch
 
 from . import api, calls, faults, known_plans, notice, plan, probe, transport
 from . import group as groups
+from .board import OF_CALL
 from .config import Settings
 from .layout import check_call, require
 from .plan_store import Tuned
@@ -60,17 +61,24 @@ def tune(ffn: Any, inputs: torch.Tensor, *, compiled: bool = False, most: int = 
     All ranks of the group call this alike. Raises ValueError for bad input, for settings that leave nothing to choose,
     and where the reference would answer, before any exchange of the layer's.
     """
+    with api.telling("tune", ffn, inputs):
+        return _tune(ffn, inputs, compiled, most, rounds)
+
+
+def _tune(ffn: Any, inputs: torch.Tensor, compiled: bool, most: int, rounds: int) -> Tuning:
     layout, settings = check_call(ffn, inputs), Settings.from_environment()
     arguments = {"compiled": compiled, "most": most, "rounds": rounds, "settings": settings}
     training = torch.is_grad_enabled()
-    faults.agree(ffn.ep_group, "tune", {"layout": layout, "dtype": inputs.dtype, "gradients": training, **arguments})
+    reason = plan.unsupported(ffn, inputs) or plan.decomposed(layout, inputs)
+    about = {"layout": layout, "dtype": inputs.dtype, "gradients": training, "not overlapped, because": reason, **arguments}
+    faults.agree(ffn.ep_group, layout.P, "tune", about)
     for name, value in (("most", most), ("rounds", rounds)):
         require(type(value) is int and value >= 1, name, value, "a count of at least 1")
     require(layout.P > 1, "ffn.ep_group_size", layout.P, "at least 2: one rank has nothing to overlap")
     set_chunks = settings.sizes or settings.chunks
     require(not set_chunks, "A2A_FFN_CHUNKS", set_chunks, "unset to tune")
-    reason = plan.unsupported(ffn, inputs) or plan.decomposed(layout, inputs)
     require(reason is None, "ffn", type(ffn).__name__, f"a layer that is overlapped, but {reason}")
+    known_plans.check_folder(ffn.ep_group, inputs.device)
 
     problem = api.problem_of(ffn, layout, settings, candidate_of(ffn, inputs, layout, settings, compiled))
     plans = transport.candidates(ffn.ep_group, ffn.ep_index, inputs.device, problem, most)
@@ -120,7 +128,11 @@ def measure(
             elif ffn.ep_index == 0:
                 notice.warn_once(f"the plan {each} is not timed: {failure}")
             step()
-        stopwatch, samples = Stopwatch(group, P, device), {each: [] for each in ready}
+        stopwatch, failure = groups.attempt(group, P, device, lambda: Stopwatch(group, P, device))
+        if failure is not None:
+            text = f"nothing can be timed: {failure}"
+            raise faults.RankFault(text, OF_CALL) if failure == groups.ELSEWHERE else RuntimeError(text)
+        samples = {each: [] for each in ready}
         for index in range(rounds):
             first = index % len(ready)
             for each in (*list(ready)[first:], *list(ready)[:first]):

@@ -23,6 +23,7 @@ def main(batch, tokens, dim, k):
     inputs = torch.randn(batch, tokens, dim, device=runtime.device, dtype=torch.bfloat16)
     text = compile_overlap.explain(ffn, inputs)  # on every rank: it may take the decision, which is collective
     runtime.print(text)
+    runtime.barrier()  # a rank that left early would break the others' connections
     stop_runtime()
 
 

@@ -52,7 +52,7 @@ def write_report(folder: Path, facts: str, recorder: Any, ranks: list[str], erro
     page = [
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
         "<meta name='viewport' content='width=device-width, initial-scale=1'>",
-        f"<title>What the compiler does: {escape(facts.splitlines()[0])}</title><style>{STYLE}</style></head><body>",
+        f"<title>What the compiler does: {escape(' '.join(facts.splitlines()[0].split()))}</title><style>{STYLE}</style></head><body>",
         _HATCH,
         "<h1>What the compiler does</h1><div class='soft'>Graphs, schedules and generated code of one expert-parallel "
         "FFN. Every name links to its file.</div>",

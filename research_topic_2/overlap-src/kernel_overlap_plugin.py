@@ -3,6 +3,6 @@
 Importable in the original archive as it is, once `compile_overlap` is installed.
 """
 
-from compile_overlap import forward_ffn, plan_of, tune, watched
+from compile_overlap import check_settings, forward_ffn, plan_of, tune, watched
 
-__all__ = ["forward_ffn", "plan_of", "tune", "watched"]
+__all__ = ["check_settings", "forward_ffn", "plan_of", "tune", "watched"]

@@ -25,11 +25,17 @@ def plugin_name():
 def load_plugin():
     """Import the plugin and return its ``forward_ffn(ffn, inputs, *, comp_only=False)``.
 
+    A plugin that has ``check_settings()`` is asked whether it can work with what the environment says.
+
     Raises:
         ImportError: the module cannot be imported; the message names the variable, its value and the cause.
-        ValueError: the module has no callable ``forward_ffn``.
+        ValueError: the module has no callable ``forward_ffn``, or its settings are unfit.
     """
-    return _required("forward_ffn", "forward_ffn(ffn, inputs, *, comp_only)")
+    forward = _required("forward_ffn", "forward_ffn(ffn, inputs, *, comp_only)")
+    check = _function("check_settings")
+    if check:
+        check()
+    return forward
 
 
 def load_tune():
@@ -65,8 +71,10 @@ def _function(name):
     try:
         module = _load_file(Path(plugin)) if plugin.endswith(".py") else importlib.import_module(plugin)
     except Exception as cause:
+        absent = isinstance(cause, ModuleNotFoundError)
+        missing = f"; install {cause.name}, or put the folder that holds it on PYTHONPATH" if absent else ""
         raise ImportError(f"{PLUGIN_VARIABLE}={plugin!r} cannot be imported ({type(cause).__name__}: {cause}); allowed "
-                          f"are an importable module or the path of a .py file") from cause
+                          f"are an importable module or the path of a .py file{missing}") from cause
     _loaded[:] = [module]
     function = getattr(module, name, None)
     return function if callable(function) else None

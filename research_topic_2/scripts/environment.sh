@@ -1,4 +1,12 @@
-# Sourced by the launchers with $here at the benchmark's folder. Sets PYTHON and OMP_NUM_THREADS.
+# Sourced by the launchers with $here at the benchmark's folder. Sets PYTHON, A2A_VENV's where that is set, and
+# OMP_NUM_THREADS.
+if [[ -z "${PYTHON:-}" && -n "${A2A_VENV:-}" ]]; then
+    PYTHON="$A2A_VENV/bin/python"
+    if [[ ! -x "$PYTHON" ]]; then
+        echo "error: A2A_VENV=$A2A_VENV: must be a Python environment, but there is no $PYTHON" >&2
+        exit 2
+    fi
+fi
 if [[ -z "${PYTHON:-}" ]]; then
     PYTHON=python3
     for candidate in "$here/.venv/bin/python" "$here/../.venv/bin/python"; do

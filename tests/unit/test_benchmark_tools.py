@@ -72,6 +72,13 @@ def test_a_mistake_exits_with_status_2(capsys):
     assert "k=0" in capsys.readouterr().err
 
 
+def test_a_setting_that_is_unfit_exits_with_status_2(capsys, monkeypatch):
+    monkeypatch.setenv("A2A_FFN_KERNEL_PLUGIN", "compile_overlap")
+    monkeypatch.setenv("A2A_FFN_CHUNKS", "banana")
+    assert cli.main([*SMALL, "--overlap", "kernel"]) == 2
+    assert capsys.readouterr().err.startswith("error (rank 0): A2A_FFN_CHUNKS = banana: must be")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_cuda_is_refused_where_there_is_none():
     with pytest.raises(ValueError, match="device='cuda'"):

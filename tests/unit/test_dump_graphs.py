@@ -82,6 +82,8 @@ def test_report_is_whole(dumped):
     page = Page(text)
     assert page.links and all((dumped / link).is_file() for link in page.links)
     assert not page.external and "@import" not in text
+    (title,) = re.findall("<title>What the compiler does: (.*?)</title>", text)
+    assert title.startswith("layout P=") and "  " not in title
     assert text.count("in the order of the schedule") == 2 and "leaves the schedule" not in text
     for timeline in re.findall(r"<svg xmlns.*?</svg>", text, re.DOTALL):
         lanes = {}

@@ -83,6 +83,14 @@ def test_the_oldest_layer_is_dropped_and_freed(ffn, monkeypatch, caplog):
     assert caplog.text.count("the oldest is dropped") == 1
 
 
+def test_layers_of_another_group_drop_none(monkeypatch):
+    """A rank may have other groups than its peers, who must drop the same layers."""
+    monkeypatch.setattr(compiler, "MAX_LAYERS", 2)
+    monkeypatch.setattr(compiler, "_LAYERS", {("a", 1): "oldest", ("b", 1): "other", (None, 1): "own", ("a", 2): "newer"})
+    assert compiler.drop_oldest("b") is compiler.drop_oldest(None) is None
+    assert compiler.drop_oldest("a") == "oldest" and list(compiler._LAYERS) == [("b", 1), (None, 1), ("a", 2)]
+
+
 @pytest.mark.parametrize("count", ["resident_bytes", "files", "layers", "compilations"])
 def test_growth_beyond_its_bound_is_refused(count):
     content = json.loads(RECORD.read_text())

@@ -47,6 +47,21 @@ def ranks_of(words):
     return int(words[words.index("--nproc-per-node") + 1])
 
 
+@pytest.mark.parametrize("exists", [True, False])
+def test_the_benchmark_s_launcher_takes_the_environment_that_is_named(tmp_path, exists):
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    if exists:
+        python.symlink_to("/bin/echo")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHON"} | {"A2A_VENV": str(tmp_path)}
+    command = ["bash", str(ROOT / "research_topic_2" / "scripts" / "run_prod_local.sh"), "--k", "2"]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if exists:
+        assert found.returncode == 0 and found.stdout.startswith("-m torch.distributed.run --standalone")
+    else:
+        assert found.returncode == 2 and f"A2A_VENV={tmp_path}: must be a Python environment" in found.stderr
+
+
 ALL = {"with-sm", "sm-free", "kernel", "kernel:TRANSPORT=collectives"}  # kernel: the peers' memory, where it can be
 
 

@@ -1,8 +1,10 @@
 """Plans as JSON, and the files in which tuned plans and costs are kept: what is read is data, and may be anything."""
 
+import itertools
 import json
 import os
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -15,6 +17,7 @@ from compile_overlap.config import Settings
 from compile_overlap.costs import Costs
 from compile_overlap.known_plans import Problem, check
 from compile_overlap.layout import Layout
+from compile_overlap.plan import make_plan
 from compile_overlap.plan_store import Measured, Tuned
 from compile_overlap.schedule import Plan
 
@@ -89,6 +92,7 @@ HOSTILE = {
     "truncated": _another()[:-20],
     "empty": b"",
     "other version": _another(version=2),
+    "no version": _another(version=True),
     "other kind": _another(kind="costs"),
     "other key": _another(key={**KEY, "device": "elsewhere"}),
     "another field": _another(more=1),
@@ -115,12 +119,42 @@ def test_an_unfit_file_is_ignored_with_one_notice(folder, caplog, content):
     assert plan_store.read("plan", KEY, Tuned.from_json) == TUNED
 
 
+@pytest.mark.parametrize("costs", [
+    (1e-5, 1e-310, 1e12), (1e29, 1e29, 1e29), (1e-5, 1e9, 5e-324), (1e-16, 1e9, 1e12), (1e4, 1e9, 1e12), (1e-5, 1e19, 1e12),
+])  # fmt: skip
+def test_costs_that_no_plan_can_be_made_with_are_ignored(folder, caplog, costs):
+    plan_store.write("costs", KEY, Measured(Costs(*costs), 1_700_000_000).as_json())
+    assert plan_store.read("costs", KEY, Measured.from_json) is None
+    assert "must be three positive numbers" in caplog.text
+
+
+@pytest.mark.parametrize("costs", itertools.product((1.1e-15, 0.9e3), (1.1, 0.9e18), (1.1e3, 0.9e21)))
+def test_plans_are_made_with_the_most_extreme_costs(folder, costs):
+    plan_store.write("costs", KEY, Measured(Costs(*costs), 1_700_000_000).as_json())
+    read = plan_store.read("costs", KEY, Measured.from_json)
+    assert sum(make_plan(Layout(2, 8, 16, 64, 128), 2, "cuda", True, Settings(), read.costs).sizes) == 8
+
+
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
 def test_what_is_no_file_is_not_waited_for(folder, caplog, make):
     folder.mkdir()
     make(plan_store.path_of("plan", KEY))
-    assert plan_store.read("plan", KEY, Tuned.from_json) is None
-    assert caplog.text.count("ignoring") == 1
+    handles = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        assert plan_store.read("plan", KEY, Tuned.from_json) is None
+    assert caplog.text.count("ignoring") == 1 and len(os.listdir("/proc/self/fd")) == handles
+
+
+def test_files_are_as_readable_as_others_and_abandoned_ones_are_removed(folder):
+    folder.mkdir()
+    for name, age in (("old.part", plan_store.ABANDONED_S + 60), ("new.part", 0), ("old.json", 1e6)):
+        (folder / name).touch()
+        os.utime(folder / name, times=(time.time() - age,) * 2)
+    usual = os.umask(0o027)
+    path = plan_store.write("plan", KEY, TUNED.as_json())
+    os.umask(usual)
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert sorted(os.listdir(folder)) == ["new.part", "old.json", path.name]
 
 
 def test_a_write_that_fails_leaves_what_was_there(folder, caplog, monkeypatch):
@@ -162,6 +196,10 @@ def test_where_the_files_are(monkeypatch, tmp_path):
     monkeypatch.setenv("A2A_FFN_PLANS", str(tmp_path / "file"))
     with pytest.raises(ValueError, match="A2A_FFN_PLANS = .*file: must be a folder, or off"):
         plan_store.read("plan", KEY, Tuned.from_json)
+    for text in ("~nosuchuser/x", "x" * 300):
+        monkeypatch.setenv("A2A_FFN_PLANS", text)
+        with pytest.raises(ValueError, match="A2A_FFN_PLANS = .*: must be a folder, or off, but"):
+            plan_store.read("plan", KEY, Tuned.from_json)
 
 
 def _problem(**settings):

@@ -1,6 +1,7 @@
 """What is found on hosts, how it is told, and how ranks leave it for each other."""
 
 import json
+import subprocess
 
 import pytest
 import torch
@@ -53,6 +54,35 @@ def test_the_table_names_hosts_gpus_cards_and_networks():
                  "eth0 10.0.0.1, 25 Gbit/s, NUMA unknown, towards MASTER_ADDR"):
         assert text.count(part) == 2
     assert "4 host(s), 4 rank(s), pretended: 1 rank(s) each" in topology.describe(FOUR, 1)
+
+
+@pytest.mark.parametrize("arguments, environment, message", [
+    (("--timeout", "nan"), {}, "--timeout nan: must be"), (("--timeout", "-1"), {}, "--timeout -1.0: must be"),
+    ((), {"A2A_FFN_RANKS_PER_HOST": "x"}, "A2A_FFN_RANKS_PER_HOST = x: must be"),
+    ((), {"A2A_FFN_RANKS_PER_HOST": "3", "WORLD_SIZE": "4"}, "= 3: must be a divisor of the group's ranks, P = 4"),
+])  # fmt: skip
+def test_mistakes_have_status_2_and_no_traceback(monkeypatch, capsys, arguments, environment, message):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as left:
+        topology.main(list(arguments))
+    assert left.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_one_rank_may_pretend_any_host_and_a_file_that_cannot_be_written_is_named(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("A2A_FFN_RANKS_PER_HOST", "2")
+    assert topology.main(["--json", str(tmp_path / "found.json")]) == 0 and (tmp_path / "found.json").exists()
+    assert topology.main(["--json", str(tmp_path)]) == 1
+    assert f"error: --json {tmp_path}: [Errno 21]" in capsys.readouterr().err
+
+
+def test_nvidia_smi_without_a_gpu(monkeypatch):
+    def answers(text):
+        monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess((), 0, stdout=text))
+        return topology._driver()
+
+    assert answers("No devices were found\n") == (None, {})
+    assert answers("GPU-1, 00000000:1A:00.0, 580.1\n") == ("580.1", {"1": "0000:1a:00.0"})
 
 
 def test_a_rank_that_says_nothing_is_none_after_the_limit():
