@@ -1,8 +1,7 @@
 """Times and checks one RankMixer block. Launch with scripts/run_prod_local.sh or torchrun; see --help."""
 
-import sys
-
 from rankmixer.cli import main
+from rankmixer.runtime import leave
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -13,7 +13,6 @@ measured and reported; the run ends with status 1 then.
 
 import argparse
 import contextlib
-import sys
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,7 @@ from rankmixer.cli import guarded, make_timer, pass_name, prepare, print_setup
 from rankmixer.ffn import OVERLAP_MODES
 from rankmixer.options import add_common_options, configuration
 from rankmixer.pipelines import transport_in_use
-from rankmixer.runtime import environment_rank
+from rankmixer.runtime import environment_rank, leave
 from rankmixer.tuning import add_tune_option, require_tunable, tune
 
 EXCHANGES = "exchanges"
@@ -262,4 +261,4 @@ def _mebibytes(peaks):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -37,7 +37,7 @@ from compare import check_modes, compare
 from rankmixer import plugins, record, variants
 from rankmixer.cli import pass_name
 from rankmixer.options import configuration, validate
-from rankmixer.runtime import choose_device, environment_rank, start_runtime, stop_runtime
+from rankmixer.runtime import choose_device, environment_rank, leave, start_runtime, stop_runtime
 from rankmixer.workload import Workload
 from results_file import SHAPE
 
@@ -244,4 +244,4 @@ def _measured(parser, options, runtime):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -29,7 +29,7 @@ os.environ.setdefault("A2A_FFN_KERNEL_PLUGIN", "compile_overlap")
 import torch  # noqa: E402
 from rankmixer import record  # noqa: E402
 from rankmixer.ffn import PerTokenFFN  # noqa: E402
-from rankmixer.runtime import choose_device, start_runtime, stop_runtime  # noqa: E402
+from rankmixer.runtime import choose_device, leave, start_runtime, stop_runtime  # noqa: E402
 
 from compile_overlap import compiler, watched  # noqa: E402
 
@@ -127,4 +127,4 @@ def _text(counts: dict[str, int]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

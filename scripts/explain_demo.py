@@ -13,7 +13,7 @@ import compile_overlap
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "research_topic_2"))
 
 from rankmixer.ffn import PerTokenFFN  # noqa: E402
-from rankmixer.runtime import choose_device, start_runtime, stop_runtime  # noqa: E402
+from rankmixer.runtime import choose_device, leave, start_runtime, stop_runtime  # noqa: E402
 
 
 def main(batch, tokens, dim, k):
@@ -28,4 +28,4 @@ def main(batch, tokens, dim, k):
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:5]))
+    leave(main(*map(int, sys.argv[1:5])))

@@ -33,7 +33,7 @@ from rankmixer import record  # noqa: E402
 from rankmixer.schema import geometric_mean  # noqa: E402
 from rankmixer.cli import guarded, pass_name  # noqa: E402
 from rankmixer.options import add_common_options, configuration, validate  # noqa: E402
-from rankmixer.runtime import choose_device, environment_rank, start_runtime  # noqa: E402
+from rankmixer.runtime import choose_device, environment_rank, leave, start_runtime  # noqa: E402
 from rankmixer.workload import Workload  # noqa: E402
 from sweep import SHAPE, agreed, read_shapes  # noqa: E402
 
@@ -202,4 +202,4 @@ def summary(rows) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

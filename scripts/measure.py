@@ -17,7 +17,6 @@ record says so and holds the figures of the times.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ import trace_overlap
 import compare  # research_topic_2's, which trace_overlap has put on the path
 from rankmixer import record, variants
 from rankmixer.cli import guarded, prepare
+from rankmixer.runtime import leave
 
 from compile_overlap.measure import Times, slowest, time_figures
 from compile_overlap.measure.events import communication
@@ -145,4 +145,4 @@ def _percent(share: float | None) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

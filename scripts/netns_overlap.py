@@ -48,7 +48,7 @@ from rankmixer.checks import compare_gradients  # noqa: E402
 from rankmixer.cli import make_timer, pass_name  # noqa: E402
 from rankmixer.compiling import compile_fresh  # noqa: E402
 from rankmixer.options import DTYPES, add_common_options, configuration, validate  # noqa: E402
-from rankmixer.runtime import Runtime, choose_device, start_runtime, stop_runtime  # noqa: E402
+from rankmixer.runtime import Runtime, choose_device, leave, start_runtime, stop_runtime  # noqa: E402
 from rankmixer.workload import Workload  # noqa: E402
 
 from compile_overlap.api import plan_for  # noqa: E402
@@ -393,4 +393,4 @@ def table(result):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -29,7 +29,7 @@ import torch  # noqa: E402
 from rankmixer import plugins, record, variants  # noqa: E402
 from rankmixer.cli import guarded, make_timer, pass_name, prepare  # noqa: E402
 from rankmixer.options import add_common_options, configuration  # noqa: E402
-from rankmixer.runtime import choose_device  # noqa: E402
+from rankmixer.runtime import choose_device, leave  # noqa: E402
 
 from compile_overlap import api  # noqa: E402
 from compile_overlap.config import Settings  # noqa: E402
@@ -204,4 +204,4 @@ def describe(content: dict[str, Any], call: Call) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
