@@ -245,7 +245,7 @@ if triton is not None:
         dbeta_gate = tl.zeros([COLUMNS], tl.float32)
         dbias_u = tl.zeros([COLUMNS], tl.float32)
         dbias_g = tl.zeros([COLUMNS], tl.float32)
-        # Three rows are on their way while one is computed. They have names of their own: to hand one on from name to name
+        # While one row is computed the next two are on their way. Each has names of its own: to hand one on from name to name
         # would wait for it.
         row, last = token * rows, token * rows + rows - 1
         u0, g0, grad0, mean_x0, rstd_x0, w_x0, wx_x0, mean_gate0, rstd_gate0, w_gate0, wx_gate0 = _ahead(

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from uncompiled import Uncompiled
 
 import compile_overlap
 from compile_overlap import api, board, compiler, faults
-from compile_overlap.layer import overlapped_ffn
 from compile_overlap.layout import Layout
 
 tune_module = importlib.import_module("compile_overlap.tune")
@@ -235,19 +235,6 @@ def test_a_group_that_is_made_again_agrees(tmp_path):
     assert _on_ranks(functools.partial(_remade, tmp_path), tmp_path) == [""] * RANKS
 
 
-class _Uncompiled(compiler.CompiledLayer):
-    """The same equations, run eagerly."""
-
-    def __init__(self, name, static):
-        self.static = static
-
-    def prepare(self, *tensors):
-        return None
-
-    def __call__(self, *tensors):
-        return overlapped_ffn(*tensors, **self.static)
-
-
 def _overlapped(rank, group=None, size=RANKS):
     ffn = _ffn(rank)
     ffn.gemm_backend = "bmm"
@@ -260,7 +247,7 @@ def _overlapped(rank, group=None, size=RANKS):
 def _layers(rank):
     """Layers that are overlapped: of two groups in two threads, of one rank, and one that ranks call unlike."""
     os.environ.update(A2A_FFN_KERNEL_PLUGIN="compile_overlap", A2A_FFN_RECIPE="eager_exact", A2A_FFN_BIAS="add")
-    compiler.CompiledLayer, found = _Uncompiled, {}
+    compiler.CompiledLayer, found = Uncompiled, {}
     groups = [dist.new_group(timeout=datetime.timedelta(seconds=TIMEOUT_S)) for _ in range(2)]
     ffns, inputs = [_overlapped(rank, group) for group in groups], torch.randn(2, 6, 8)
     usual, barrier = api._decided, threading.Barrier(2)
@@ -389,30 +376,3 @@ def test_a_rank_that_dies_or_stalls_is_named(fault, at_fault, tmp_path):
     again = tmp_path / "again"
     again.mkdir()
     assert _on_ranks(_healthy, again, port=int(_read(tmp_path / "port"))) == [True] * RANKS
-
-
-def _silent_peer(folder, rank):
-    """Rows travel through the peers' memory, and one rank sends none."""
-    import symmetric_on_cpu
-
-    from compile_overlap import peers, rooms
-
-    symmetric_on_cpu.install(folder)
-    assert rooms.make_room(None, RANKS, 1 << 20, torch.device("cpu")) is None
-    alias = f"compile_overlap[2 r1 a2 b1 s0 peers]:{dist.group.WORLD.group_name}"
-    source = torch.ones(2, RANKS, 2, 8).half()
-
-    def step():
-        with faults.watched():
-            if rank == OTHER:
-                _stop()
-            token = peers.peer_put(source, 0, 0, 2, RANKS, True, alias)
-            peers.peer_take(token, source, 0, 0, 2, RANKS, True, False, alias)
-
-    return _error(step)
-
-
-def test_a_peer_whose_signal_does_not_come_is_named(tmp_path):
-    results = _on_ranks(functools.partial(_silent_peer, str(tmp_path)), tmp_path, [0, 2])
-    for text in results:
-        assert text.startswith("RankFault: rank 1 died or stalled") and "CUDA error" in text, text

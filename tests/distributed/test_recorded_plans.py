@@ -7,10 +7,10 @@ from ranks import run_on_ranks
 from rankmixer import options, plans, variants
 from rankmixer.runtime import Runtime
 from rankmixer.workload import Workload
+from uncompiled import Uncompiled
 
 import compile_overlap
 from compile_overlap import compiler
-from compile_overlap.layer import overlapped_ffn
 from passes import graphs
 from passes.base import OBSERVERS
 
@@ -19,19 +19,6 @@ SMALL = ("--device cpu --batch-size 2 --tokens 16 --dim 32 --k 2 --dtype fp32 --
          "--no-l2-flush --modes").split()  # fmt: skip
 EVEN, TWO, BY_COSTS = "2,2,2,2 r4 a2 b1 s0", "4,4 r4 a2 b1 s0", "kernel:COSTS=60/0.001/0.1"
 COMPILED, ONE_AHEAD = "kernel:IN_FLIGHT=1", "2,2 r4 a1 b1 s0"
-
-
-class _Uncompiled(compiler.CompiledLayer):
-    """The same equations, run eagerly: which plan runs does not depend on the compiler."""
-
-    def __init__(self, name, static):
-        self.static = static
-
-    def prepare(self, *tensors):
-        return None
-
-    def __call__(self, *tensors):
-        return overlapped_ffn(*tensors, **self.static)
 
 
 def _workload(rank, modes, *flags):
@@ -70,7 +57,7 @@ def _in_graphs(rank):
 def _job(rank):
     compiled = _in_graphs(rank)
     compile_overlap.reset()
-    compiler.CompiledLayer = _Uncompiled
+    compiler.CompiledLayer = Uncompiled
     return compiled, _compared(rank)
 
 

@@ -13,31 +13,18 @@ import torch
 import torch.distributed as dist
 from archive_double import ArchiveFFN
 from ranks import run_on_ranks
+from uncompiled import Uncompiled
 
 import compile_overlap
 from compile_overlap import api, compiler, known_plans, notice, plan_store, timing, transport
 from compile_overlap import group as groups
 from compile_overlap.costs import Costs
-from compile_overlap.layer import overlapped_ffn
 from compile_overlap.layout import check_call
 from compile_overlap.plan_store import Measured, Tuned
 from compile_overlap.schedule import Plan
 
 tune_module = importlib.import_module("compile_overlap.tune")
 CPU = torch.device("cpu")
-
-
-class _Uncompiled(compiler.CompiledLayer):
-    """The same equations, run eagerly: what is tuned and taken does not depend on the compiler."""
-
-    def __init__(self, name, static):
-        self.static = static
-
-    def prepare(self, *tensors):
-        return None
-
-    def __call__(self, *tensors):
-        return overlapped_ffn(*tensors, **self.static)
 
 
 def _layer(rank, group=None, tokens=16):
@@ -168,7 +155,7 @@ def _tuned(folder, rank):
     """Really timed, on the layer without the compiler; then chosen as a test needs it."""
     os.environ["A2A_FFN_PLANS"] = str(folder / str(rank))
     found = {"compiled": _compiled(rank)}
-    compiler.CompiledLayer = _Uncompiled
+    compiler.CompiledLayer = Uncompiled
     ffn, x = _layer(rank)
     with torch.no_grad():
         before = ffn(x, overlap="kernel")
@@ -216,7 +203,7 @@ def _tuned(folder, rank):
 
 def _later(folder, rank):
     os.environ["A2A_FFN_PLANS"] = str(folder / str(rank))
-    compiler.CompiledLayer = _Uncompiled
+    compiler.CompiledLayer = Uncompiled
     ffn, x = _layer(rank)
     with torch.no_grad():
         answered = compile_overlap.explain(ffn, x)
@@ -251,7 +238,7 @@ def _judge(folder, rank):
     from rankmixer import cli
     from rankmixer.runtime import Runtime
 
-    compiler.CompiledLayer = _Uncompiled
+    compiler.CompiledLayer = Uncompiled
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
     judge_planner.start_runtime = lambda device: Runtime(rank, 2, device, dist.group.WORLD)
     cli.stop_runtime = lambda: None
