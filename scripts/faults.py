@@ -31,7 +31,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "research_topic_2")]
 
-from faulty_ranks import AGAIN, DECIDED, FAULTS, HEALTHY, Fault, run_rank  # noqa: E402
+from faulty_ranks import AGAIN, DECIDED, FAULTS, HEALTHY, RUNS, Fault, run_rank  # noqa: E402
 
 STARTING_S = 600  # for a whole run, compilation included
 WORKERS_NOTICE_S = 10
@@ -42,12 +42,13 @@ MARK = "FAULTS_RUN"
 def main() -> int:
     options = _parser().parse_args()
     if options.rank_of:
-        return run_rank(FAULTS[options.rank_of], options.device, Path(options.folder))
+        return run_rank(RUNS[options.rank_of], options.device, Path(options.folder))
     names = options.only.split(",") if options.only else list(FAULTS)
     if unknown := sorted(set(names) - set(FAULTS)):
         raise SystemExit(f"--only {options.only!r}: {', '.join(unknown)}: there are {', '.join(FAULTS)}")
-    import compile_overlap  # noqa: F401  before the ranks are forked
-    import torch._inductor.compile_fx  # noqa: F401
+    if options.device == "cpu":  # before the ranks are forked
+        import compile_overlap  # noqa: F401
+        import torch._inductor.compile_fx  # noqa: F401
 
     with tempfile.TemporaryDirectory() as folder:
         table = _Table(options, Path(folder))
@@ -105,13 +106,7 @@ class _Table:
         """
         folder = self.folder / name
         folder.mkdir()
-        if fault.torchrun:
-            processes = [_Launched(self._torchrun(name, folder), self._environment(name, fault, None), folder)]
-        else:
-            processes = [
-                _Forked((fault, self.options.device, folder, rank, self._environment(name, fault, rank)))
-                for rank in range(self.ranks)
-            ]
+        processes = self._started(name, fault, folder)
         stays = {fault.who % self.ranks} if fault.step in ("stalls", "is_stopped") else set()
         ended, begin, looked = {}, time.monotonic(), 0.0
         self.shared = set()
@@ -135,10 +130,16 @@ class _Table:
             seen.append({"rank": rank, "status": statuses[process], "seconds": seconds, "message": words})
         return seen, [rank for rank in hung if rank not in stays]
 
-    def _torchrun(self, name: str, folder: Path) -> list[str]:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(self.ranks), "--master-port"]
-        own = ["--rank-of", name, "--folder", str(folder), "--device", self.options.device]
-        return [*launcher, str(self.port), __file__, *own]
+    def _started(self, name: str, fault: Fault, folder: Path) -> list[_Forked | _Launched]:
+        """The launcher, or a process for each rank: with CUDA, which may not be forked, one that imports by itself."""
+        own = [__file__, "--rank-of", _name_of(fault), "--folder", str(folder), "--device", self.options.device]
+        if fault.torchrun:
+            launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(self.ranks), "--master-port", str(self.port)]
+            return [_Launched([*launcher, *own], self._environment(name, fault, None), folder / "launcher.log")]
+        environments = [self._environment(name, fault, rank) for rank in range(self.ranks)]
+        if self.options.device == "cuda":
+            return [_Launched(own, each, folder / f"{each['RANK']}.log") for each in environments]
+        return [_Forked((fault, self.options.device, folder, rank, each)) for rank, each in enumerate(environments)]
 
     def _environment(self, name: str, fault: Fault, rank: int | None) -> dict[str, str]:
         common = {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / "cache"), "A2A_FFN_KERNEL_PLUGIN": "compile_overlap",
@@ -187,11 +188,12 @@ class _Forked:
 
 
 class _Launched:
-    """A launcher and its ranks."""
+    """A rank that Python starts anew, or a launcher and its ranks."""
 
-    def __init__(self, command: list[str], environment: dict[str, str], folder: Path):
-        with open(folder / "launcher.log", "w") as log:
-            self._process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=log, stderr=log)
+    def __init__(self, arguments: list[str], environment: dict[str, str], log: Path):
+        with open(log, "w") as file:
+            command = [sys.executable, *arguments]
+            self._process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=file, stderr=file)
 
     def status(self) -> int | None:
         return self._process.poll()
@@ -207,6 +209,10 @@ def _forked(fault: Fault, device: str, folder: Path, rank: int, environment: dic
     os.dup2(log, 2)
     os.environ.update(environment)
     run_rank(fault, device, folder)
+
+
+def _name_of(fault: Fault) -> str:
+    return next(name for name, each in RUNS.items() if each is fault)
 
 
 def _places(mark: str) -> list[Path]:

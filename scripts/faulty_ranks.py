@@ -54,6 +54,7 @@ FAULTS = {
 }
 HEALTHY = Fault("nothing goes wrong")
 AGAIN = Fault("nothing goes wrong", "exchanges")
+RUNS = {**FAULTS, "healthy": HEALTHY, "again": AGAIN}
 
 
 class Steps:

@@ -8,6 +8,7 @@ import os
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 import torch.distributed as dist
 from archive_double import ArchiveBlock, ArchiveFFN
 from gradients import outputs_and_gradients, worst_relative
@@ -17,6 +18,7 @@ from test_peers import GPUS, SHARING, pytestmark, start  # noqa: F401  the same 
 CASES = [((4, 16, 128, 2), "1", "1"), ((16, 8, 96, 3), "2", "0"), ((64, 16, 640, 2), "2,6", "1")]
 
 
+@inductor_config.patch(dynamic_scale_rblock=False)  # where it is on, timings choose among the reference's blocks
 def _layers(rank, ranks, cases, block):
     device = torch.device("cuda", torch.cuda.current_device())
     os.environ.update(A2A_FFN_STRICT="1", A2A_FFN_KERNEL_PLUGIN="compile_overlap", A2A_FFN_TRANSPORT="peers")
