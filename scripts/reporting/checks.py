@@ -52,8 +52,8 @@ class Checks(TableMaker):
                 if (compiled(record) == "yes") is (how == "compiled")
             ]
             if found:
-                parts.append(f"{how} in {sum(whole['equal'] for whole in found)} of {len(found)} comparisons")
-        return f"The full batch was equal {' and '.join(parts)}." if parts else "No record yet: full batches compared."
+                parts.append(f"in {sum(whole['equal'] for whole in found)} of {len(found)} comparisons {how}")
+        return f"The full batch was equal {', and '.join(parts)}." if parts else "No record yet: full batches compared."
 
 
 def _verdict(check: dict | None) -> str:

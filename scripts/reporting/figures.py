@@ -18,7 +18,9 @@ import matplotlib.pyplot as plt  # noqa: E402
 from .citations import EXCHANGES, LINK, NO_RECORD, Record, Results, median  # noqa: E402
 from .markdown import source_line  # noqa: E402
 from .modelled import Modelled  # noqa: E402
-from .newest import BACKWARD, FORWARD, HOST_MEMORY, NODES_MEMORY, NVLINK, SHAPED, SOCKETS, Newest, link_of  # noqa: E402
+from .newest import (  # noqa: E402
+    BACKWARD, DEVICE, FORWARD, HOST_MEMORY, NODES_MEMORY, NVLINK, SHAPED, SOCKETS, Newest, link_of,
+)  # fmt: skip
 from .timelines import schedules, traced  # noqa: E402
 
 INK = "#0a0b0c"  # replaced by the colour of the text
@@ -163,7 +165,7 @@ class Figures:
         places, ticks, place = {}, {}, 0.0
         for group, values in bars.items():
             ticks[group] = place + (len(values) - 1) / 2
-            for mode in values:
+            for mode in sorted(values, key=list(SCHEDULES).index):
                 places[group, mode] = place
                 place += 1
             place += 0.8
@@ -171,7 +173,8 @@ class Figures:
         for label, colour in dict(SCHEDULES.values()).items():
             shown = {(group, mode): bars[group][mode] for group, mode in places if SCHEDULES[mode][0] == label}
             if shown:
-                drawn = axes.barh([places[each] for each in shown], shown.values(), 0.95, color=COLOURS[colour], label=label)
+                heights = [places[each] for each in shown]
+                drawn = axes.barh(heights, shown.values(), 0.95, color=COLOURS[colour], label=label)
                 axes.bar_label(drawn, fmt="%.0f", padding=2, fontsize=9)
         axes.set_yticks(list(ticks.values()), ticks)
         axes.tick_params(axis="y", labelsize=9, length=0)
@@ -214,19 +217,15 @@ class Figures:
         return figure
 
     def _rates(self) -> dict[str, list[tuple[float, float]]]:
-        """{label: [(operations per byte, TFLOP/s)]} over NVLink: GEMMs from traces, layers from the forward's latency."""
+        """{label: [(operations per byte, TFLOP/s)]} over NVLink: GEMMs from traces, layers from latencies."""
         rates: dict[str, list[tuple[float, float]]] = {}
-        for record in self.results.of_kind("trace"):
-            if link_of(record) != NVLINK:
-                continue
+        for record in filter(_over_nvlink, self.results.of_kind("trace")):
             batch, tokens, *widths = map(record.setting, ("batch_size", "tokens", "dim", "k", "compute_scale"))
             intensity = record.number("intensity_on_ranks", batch, ("ranks",), *widths)
             rate = record.number("gemm_rate", batch, tokens, *widths, ("pass",), ("ranks", 0, "gemm_us"), scale=1e-12)
             rates.setdefault(f"GEMMs alone, from traces, {record.get('pass')}", []).append((intensity, rate))
-        for record in self.results.comparisons():
-            if "H200" not in record.get("environment", "device") or record.get("pass") != "forward":
-                continue
-            if link_of(record) != NVLINK:
+        for record in filter(_over_nvlink, self.results.comparisons()):
+            if record.get("pass") != "forward":
                 continue
             widths = (*map(record.setting, ("dim", "k", "compute_scale")),)
             intensity = record.number("intensity", record.setting("batch_size"), ("world_size",), *widths)
@@ -269,8 +268,12 @@ class Figures:
 AS_PLANNED = 0.75  # where it stands on the axis of chunks
 
 
+def _over_nvlink(record: Record) -> bool:
+    return link_of(record) == NVLINK and DEVICE in record.get("environment", "device")
+
+
 def chunks_of(mode: str, plan: str | None = None) -> float | None:
-    """How many chunks a mode's name says it has, or None; for ``kernel`` what its plan says, which older records lack."""
+    """How many chunks a mode's name says it has, or None; of ``kernel`` what its plan says, which old records lack."""
     if mode == "kernel":
         return AS_PLANNED if plan is None else len(plan.split()[0].split(","))
     if mode in ("none", "kernel:sequential", "kernel:peers"):  # through the peers' memory the plan is one chunk

@@ -9,13 +9,13 @@ from urllib.parse import quote
 
 from markdown_it import MarkdownIt
 
-LONG_CELL = 40  # letters from which on a cell's text is broken into lines
+LONG_CELL = 28  # letters from which on a cell's text is broken into lines
 LONG_NAME = 16  # and that of the first cell of a row, on a phone
 LONG_TABLE = 50  # rows from which on a table is folded
 MANY_FILES = 4  # sources from which on their list is folded
 # Code spans that name a file of the repository: the records and notes beside the page, the rest one folder up.
 _BESIDE = re.compile(r"results/[^`]+\.\w+|notes\.json|proposal\.md")
-_ABOVE = re.compile(r"(?:scripts|tests|passes|compile_overlap|research_topic_2)/[\w/.-]+\.(?:py|sh|md)")
+_ABOVE = re.compile(r"README\.md|(?:scripts|tests|passes|compile_overlap|research_topic_2)/[\w/.-]+\.(?:py|sh|md)")
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c1e21; --paper: #fff; --line: #d0d4d9; --soft: #f3f5f7; --link: #1a5fb4 }
@@ -37,7 +37,7 @@ pre { background: var(--soft); padding: .8rem; overflow-x: auto } pre code { pad
 table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums }
 th, td { padding: .35rem .6rem; text-align: left; white-space: nowrap; border-bottom: 1px solid var(--line) }
 th { white-space: normal; vertical-align: bottom; background: var(--soft) }
-td { vertical-align: top; background: var(--paper) } td.long { white-space: normal; min-width: 13rem }
+td { vertical-align: top; background: var(--paper) } td.long { white-space: normal; min-width: 12rem }
 th:first-child, td:first-child { position: sticky; left: 0; border-right: 1px solid var(--line) }
 tr:last-child td { border-bottom: 0 }
 table code { background: none; padding: 0; overflow-wrap: normal }

@@ -37,19 +37,19 @@ class Tables(TableMaker):
                         (
                             f"`{mode}`",
                             f"`{_name(record)}`",
-                            compiled(record),
-                            _options(record),
                             record.ms(mode),
                             record.ratio(mode),
                             record.hidden(mode),
                             record.exposed(mode),
                             record.tokens(mode),
                             record.peak(mode),
+                            compiled(record),
+                            _options(record),
                             record.commit(),
                         )
                     )
                 rows += [
-                    (f"`{mode}`", f"`{_name(record)}`", compiled(record), _options(record), "failed", *[""] * 5,
+                    (f"`{mode}`", f"`{_name(record)}`", "failed", *[""] * 5, compiled(record), _options(record),
                      record.commit())
                     for mode in record.get("failed") or ()
                 ]
@@ -57,14 +57,14 @@ class Tables(TableMaker):
         head = (
             "mode",
             "record",
-            "compiled",
-            "options",
             "median ms",
             "ratio",
             "hidden",
             "exposed ms",
             "M tokens/s",
             "peak MiB",
+            "compiled",
+            "options",
             "commit",
         )
         plans = [(f"`{_name(each)}` `{mode}`", each.plan(mode)) for each in records for mode in each.modes]
@@ -91,6 +91,28 @@ class Tables(TableMaker):
                     )
         head = ("mode", "pass", "median ms", "ratio", "hidden", "exposed ms", "M tokens/s", "peak MiB")
         return self._with_missing(head, rows, sources, records)
+
+    def alone(self) -> str:
+        """Of every comparison the exchanges and the computation by themselves, apart from layer latencies."""
+        rows = []
+        with self.table_of("alone") as sources:
+            for record in self.results.comparisons():
+                rows.append(
+                    (
+                        f"`{record.name}`{_emulated(record.name)}",
+                        record.get("pass"),
+                        record.shape(),
+                        record.ms(EXCHANGES),
+                        record.ms(COMP_ONLY),
+                        record.ratio(COMP_ONLY, to=EXCHANGES),
+                        compiled(record),
+                        _options(record),
+                        record.commit(),
+                    )
+                )
+        head = ("record", "pass", "(B, T, D, k)", "exchanges ms", "computation ms", "exchanges over computation",
+                "compiled", "options", "commit")  # fmt: skip
+        return self.shown("modes compared", head, rows, sources)
 
     def scaled(self) -> str:
         """Every mode of the comparisons whose communication or computation was scaled."""

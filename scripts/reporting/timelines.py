@@ -39,11 +39,14 @@ def _schedule(panel, schedule: Schedule) -> None:
         exposed = step.kind == WAIT
         colour = EXPOSED if exposed else CHUNK_COLOURS[step.chunk]
         place = LANES[step.lane], 0.8
-        panel.broken_barh([(begin, end - begin)], place, color=colour, alpha=0.5 if step.kind == FREE else 1, linewidth=0)
+        strength = 0.5 if step.kind == FREE else 1
+        panel.broken_barh([(begin, end - begin)], place, color=colour, alpha=strength, linewidth=0)
         panel.vlines((begin, end), LANES[step.lane], LANES[step.lane] + 0.8, color="white", linewidth=0.6)
         if end > begin and not exposed:
             name = schedule.label(step) if step.kind == START else "W" if step.kind == FREE else "G"
-            letters = {"ha": "center", "va": "center", "fontsize": 8.5} | ({} if step.kind == FREE else {"color": "white"})
+            letters = {"ha": "center", "va": "center", "fontsize": 8.5}
+            if step.kind != FREE:
+                letters["color"] = "white"
             panel.text((begin + end) / 2, LANES[step.lane] + 0.4, name, **letters)
 
 
