@@ -33,7 +33,7 @@ while read -r line; do
 done <"$tree/scripts/submission_manifest.txt"
 ((missing == 0)) || exit 1
 
-if "$python" -c 'import jinja2, markdown_it, matplotlib' 2>/dev/null; then
+if "$python" -c 'import jinja2, markdown_it, matplotlib, torch' 2>/dev/null; then
   "$python" "$tree/scripts/report.py" --check
 else
   echo "note: $python lacks the report extra; whether the report is stale was not checked"

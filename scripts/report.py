@@ -22,9 +22,10 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "research_topic_2")]
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT), str(ROOT / "research_topic_2")]
 
 import jinja2  # noqa: E402
+from reporting.checks import Checks  # noqa: E402
 from reporting.citations import Record, Results  # noqa: E402
 from reporting.figures import Figures  # noqa: E402
 from reporting.listings import Listings  # noqa: E402
@@ -47,6 +48,7 @@ def build(reports: Path, figures: Path) -> tuple[str, Results]:
         "missing": missing,
         "note": lambda name: _note(results, name),
         "tables": Tables(results),
+        "checks": Checks(results),
         "modelled": Modelled(results),
         "listings": Listings(results),
         "figures": Figures(results, figures),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import re
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Iterable
 
 import matplotlib
 
@@ -18,7 +18,10 @@ import matplotlib.pyplot as plt  # noqa: E402
 from .citations import EXCHANGES, LINK, NO_RECORD, Record, Results, median  # noqa: E402
 from .markdown import source_line  # noqa: E402
 from .modelled import Modelled  # noqa: E402
-from .newest import BACKWARD, FORWARD, HOST_MEMORY, NVLINK, SHAPED, Newest  # noqa: E402
+from .newest import (  # noqa: E402
+    BACKWARD, DEVICE, FORWARD, HOST_MEMORY, NODES_MEMORY, NVLINK, SHAPED, SOCKETS, Newest, link_of,
+)  # fmt: skip
+from .timelines import schedules, traced  # noqa: E402
 
 INK = "#0a0b0c"  # replaced by the colour of the text
 COLOURS = ("#3b82c4", "#e08a1e", "#2a9d6f", "#9b6bcc", "#d1495b", "#8a8a8a")
@@ -38,12 +41,28 @@ STYLE = {
     "legend.frameon": False,
     "savefig.transparent": True,
 }
-WIDTH_IN = 5.4  # readable on a phone without magnifying
+WIDTH_IN = 4.4  # as wide as a phone at about the letters' own size
 HIDDEN = (  # the link, its name in the plot, and a mode beside none that its record must hold
-    (NVLINK, NVLINK, "kernel:naive"),
-    (HOST_MEMORY, HOST_MEMORY, "kernel:naive"),
+    (NVLINK, "NVLink", "kernel:naive"),
+    (HOST_MEMORY, "host memory\n(emulates a network)", "kernel:naive"),
+    (NODES_MEMORY, "2 nodes on a host,\nhost memory (emulated)", "with-sm"),
+    (SOCKETS, "2 nodes on a host,\nsockets (emulated)", "with-sm"),
     (SHAPED, "shaped CPU link\n(emulated)", "passes"),
 )
+SCHEDULES = {  # modes in the plot of hidden fractions, and the colour of each kind
+    "kernel:naive": ("chunked, naive order", 1),
+    "naive": ("chunked, naive order", 1),
+    "with-sm": ("with-sm: chunks of eager collectives", 5),
+    "kernel:inductor-reorder": ("chunked, Inductor's reordering", 3),
+    "built-in": ("chunked, Inductor's reordering", 3),
+    "kernel:inductor-overlap": ("chunked, Inductor's overlap scheduling", 4),
+    "kernel": ("our schedule, by collectives", 0),
+    "kernel:TRANSPORT=collectives": ("our schedule, by collectives", 0),
+    "passes": ("our schedule, by collectives", 0),
+    "kernel:peers": ("peers' memory", 2),
+}
+CHUNKS = {"none": 0, "through NCCL": 1, "peers' memory": 2, "naive order (note)": 3, "pinned order (note)": 4,
+          "pinned, CUDA graph (note)": 5}  # fmt: skip
 
 
 class Figures:
@@ -52,6 +71,9 @@ class Figures:
     def __init__(self, results: Results, folder: Path):
         self.results, self.folder, self.newest = results, Path(folder), Newest(results)
         self.folder.mkdir(parents=True, exist_ok=True)
+
+    def pipeline(self) -> str:
+        return self._plot("pipeline", "The layer as a pipeline of four chunks, simulated", lambda: schedules(WIDTH_IN))
 
     def latency_chunks(self) -> str:
         return self._plot("latency_chunks", "Latency against the number of chunks", self._latency_chunks)
@@ -65,37 +87,51 @@ class Figures:
     def scaling(self) -> str:
         return self._plot("scaling", "Scaling, simulated", self._scaling)
 
+    def timeline(self, name: str, title: str, traces: Iterable[Record]) -> str:
+        """Traces below one another on one time axis."""
+        return self._write(name, title, lambda: traced(list(traces), title))
+
     def _plot(self, name: str, title: str, draw: Callable) -> str:
+        """The plot that `draw` returns as a matplotlib figure, or None where there is no record."""
+
+        def svg() -> str | None:
+            with matplotlib.rc_context(STYLE):
+                figure = draw()
+                text = figure and _svg(figure, title)
+                plt.close("all")
+                return text
+
+        return self._write(name, title, svg)
+
+    def _write(self, name: str, title: str, svg: Callable[[], str | None]) -> str:
         before = self.results.place
         place = self.results.place = f"{before}/figure {name}"
-        with matplotlib.rc_context(STYLE):
-            figure = draw()
-            if figure is not None:
-                (self.folder / f"{name}.svg").write_text(_svg(figure, title))
-                plt.close(figure)
+        text = svg()
         self.results.place = before
-        if figure is None:
+        if text is None:
             return f"{title}: {NO_RECORD}."
-        return f"![{title}](figures/{name}.svg)\n\n{source_line(self.results.sources(place))}"
+        (self.folder / f"{name}.svg").write_text(text)
+        sources = self.results.sources(place)
+        return f"![{title}](figures/{name}.svg)" + (f"\n\n{source_line(sources)}" if sources else "")
 
     def _latency_chunks(self):
         links = (NVLINK, HOST_MEMORY)
         series = [(link, self._chunk_records(link), self._chunk_notes(link)) for link in links]
         if not all(records or prototype for _, records, prototype in series):
             return None
-        figure, panels = plt.subplots(len(series), 1, figsize=(WIDTH_IN, 7.2), layout="constrained")
+        figure, panels = plt.subplots(len(series), 1, figsize=(WIDTH_IN, 7), layout="constrained")
         for panel, (link, records, prototype) in zip(panels, series, strict=True):
-            colours = dict(zip((*records, *prototype), COLOURS, strict=False))
             for label, points in records.items():
-                panel.scatter(*zip(*points), color=colours[label], label=label, zorder=3)
+                panel.scatter(*zip(*points), color=COLOURS[CHUNKS[label]], label=label, zorder=3)
             for label, points in prototype.items():
-                hollow = {"markerfacecolor": "none", "label": f"{label} (note)"}
-                panel.plot(*zip(*points), "o--", color=colours[label], **hollow)
-            panel.set(title=f"{link}, default workload, compiled, forward", xlabel="chunks along L", ylabel="ms")
+                label = f"{label} (note)"
+                panel.plot(*zip(*points), "o--", color=COLOURS[CHUNKS[label]], markerfacecolor="none", label=label)
+            panel.set(title=f"{link}, compiled, forward", xlabel="chunks along L", ylabel="latency, ms")
             panel.set_xscale("log", base=2)
-            panel.set_xticks([AS_PLANNED, 1, 2, 4, 8], ["as planned", "1", "2", "4", "8"])
+            panel.set_xticks([AS_PLANNED, 1, 2, 4, 8], ["not\nrecorded", "1", "2", "4", "8"])
             panel.minorticks_off()
-            panel.legend(fontsize=8.5, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.1))
+        handles = {label: handle for panel in panels for handle, label in zip(*panel.get_legend_handles_labels())}
+        figure.legend(handles.values(), handles.keys(), loc="outside upper left", ncols=2, fontsize=9)
         return figure
 
     def _chunk_records(self, link: str) -> dict[str, list[tuple[float, float]]]:
@@ -124,43 +160,43 @@ class Figures:
         for link, name, mode in HIDDEN:
             for direction in (FORWARD, BACKWARD):
                 self._hidden_bars(bars, self.newest(link, ["none", mode], direction), name)
-        groups = list(dict.fromkeys(group for values in bars.values() for group in values))
-        if not groups:
+        if not bars:
             return None
-        figure, axes = plt.subplots(figsize=(WIDTH_IN, 5.6), layout="constrained")
-        height = 0.8 / len(bars)
-        for number, (colour, (label, values)) in enumerate(zip(COLOURS, bars.items(), strict=False)):
-            places = [groups.index(group) + height * number for group in values]
-            axes.barh(places, values.values(), height, color=colour, label=label)
-        axes.set_yticks([place + 0.4 - height / 2 for place in range(len(groups))], groups)
+        places, ticks, place = {}, {}, 0.0
+        for group, values in bars.items():
+            ticks[group] = place + (len(values) - 1) / 2
+            for mode in sorted(values, key=list(SCHEDULES).index):
+                places[group, mode] = place
+                place += 1
+            place += 0.8
+        figure, axes = plt.subplots(figsize=(WIDTH_IN, 1.4 + 0.24 * place), layout="constrained")
+        for label, colour in dict(SCHEDULES.values()).items():
+            shown = {(group, mode): bars[group][mode] for group, mode in places if SCHEDULES[mode][0] == label}
+            if shown:
+                heights = [places[each] for each in shown]
+                drawn = axes.barh(heights, shown.values(), 0.95, color=COLOURS[colour], label=label)
+                axes.bar_label(drawn, fmt="%.0f", padding=2, fontsize=9)
+        axes.set_yticks(list(ticks.values()), ticks)
+        axes.tick_params(axis="y", labelsize=9, length=0)
         axes.invert_yaxis()
+        axes.margins(x=0.12, y=0.02)
         axes.axvline(0, color=INK, linewidth=0.8)
         axes.axvline(100, color=INK, linewidth=0.8, linestyle=":")
         axes.set_xlabel("hidden fraction, %")
-        figure.legend(loc="outside upper center", ncols=2, fontsize=8.5)
+        figure.legend(loc="outside upper left", fontsize=9)
         return figure
 
-    def _hidden_bars(self, bars: dict, record: Record, link: str) -> None:
+    @staticmethod
+    def _hidden_bars(bars: dict, record: Record, link: str) -> None:
         """Add what a comparison says of each kind of schedule, under its link and pass."""
         rate = record.number("link", *LINK, scale=1e-9) if record.modes else None
-        labels = {
-            "kernel:naive": "chunked, naive order",
-            "naive": "chunked, naive order",
-            "kernel:inductor-reorder": "chunked, Inductor's reordering",
-            "built-in": "chunked, Inductor's reordering",
-            "kernel:inductor-overlap": "chunked, Inductor's overlap scheduling",
-            "kernel": "our schedule",
-            "passes": "our schedule",
-            "kernel:peers": "peers' memory",
-        }
         for mode in record.modes:
-            if mode in labels:
+            kind = "kernel:peers" if mode == "kernel" and record.by_peers(mode) else mode
+            if kind in SCHEDULES:
                 hidden = record.number("hidden", median("none"), median(mode), median(EXCHANGES), scale=100)
                 direction = "forward" if record.get("pass") == "forward" else "with backward"
                 speed = f"{rate:.3g} GB/s" if rate >= 1 else f"{rate * 1e3:.3g} MB/s"
-                group = f"{link}\n{speed}\n{direction}"
-                label = "peers' memory" if record.by_peers(mode) else labels[mode]
-                bars.setdefault(label, {})[group] = hidden
+                bars.setdefault(f"{link}\n{speed}, {direction}", {})[kind] = hidden
 
     def _roofline(self):
         peaks = [
@@ -169,36 +205,34 @@ class Figures:
         ]
         if None in peaks:
             return None
-        figure, axes = plt.subplots(figsize=(WIDTH_IN, 4.2), layout="constrained")
+        figure, axes = plt.subplots(figsize=(WIDTH_IN, 5), layout="constrained")
         ridge = peaks[0] / peaks[1]
-        axes.plot(
-            [10, ridge, 10_000], [10 * peaks[1], peaks[0], peaks[0]], color=INK, label="H200: data sheet, dense bf16"
-        )
-        for colour, marker, (label, points) in zip(COLOURS, "osD^v", self._rates().items(), strict=False):
-            axes.scatter(*zip(*points), color=colour, marker=marker, label=label, zorder=3)
+        axes.plot([4, ridge, 1000], [4 * peaks[1], peaks[0], peaks[0]], color=INK, label="H200, data sheet: dense bf16")
+        for colour, marker, (label, points) in zip(COLOURS, "osD^v*", self._rates().items(), strict=False):
+            axes.scatter(*zip(*points), color=colour, marker=marker, label=label, zorder=3, alpha=0.8)
         axes.set(
             xscale="log", yscale="log", xlabel="operations per byte of the forward GEMMs", ylabel="TFLOP/s of a rank"
         )
-        figure.legend(loc="outside upper center", ncols=1, fontsize=8.5)
+        figure.legend(loc="outside upper left", fontsize=9)
         return figure
 
     def _rates(self) -> dict[str, list[tuple[float, float]]]:
-        """{label: [(operations per byte, TFLOP/s)]}: GEMMs from traces, layers from the forward's latency."""
+        """{label: [(operations per byte, TFLOP/s)]} over NVLink: GEMMs from traces, layers from latencies."""
         rates: dict[str, list[tuple[float, float]]] = {}
-        for record in self.results.of_kind("trace"):
+        for record in filter(_over_nvlink, self.results.of_kind("trace")):
             batch, tokens, *widths = map(record.setting, ("batch_size", "tokens", "dim", "k", "compute_scale"))
             intensity = record.number("intensity_on_ranks", batch, ("ranks",), *widths)
             rate = record.number("gemm_rate", batch, tokens, *widths, ("pass",), ("ranks", 0, "gemm_us"), scale=1e-12)
-            rates.setdefault(f"GEMMs, from traces ({record.get('pass')})", []).append((intensity, rate))
-        for record in self.results.comparisons():
-            if "H200" not in record.get("environment", "device") or record.get("pass") != "forward":
+            rates.setdefault(f"GEMMs alone, from traces, {record.get('pass')}", []).append((intensity, rate))
+        for record in filter(_over_nvlink, self.results.comparisons()):
+            if record.get("pass") != "forward":
                 continue
             widths = (*map(record.setting, ("dim", "k", "compute_scale")),)
             intensity = record.number("intensity", record.setting("batch_size"), ("world_size",), *widths)
-            for mode in ("none", "kernel", "kernel:peers"):
-                rate = record.number("value", ("measurements", mode, "forward_tflops"))
+            for label, mode in (("none", "none"), ("NCCL", "kernel by NCCL"), ("peers' memory", "kernel by peers")):
+                rate = record.number("value", ("measurements", record.mode(mode), "forward_tflops"))
                 if rate is not None:
-                    rates.setdefault(f"whole block, {mode}", []).append((intensity, rate))
+                    rates.setdefault(f"whole layer, {label}", []).append((intensity, rate))
         return rates
 
     def _scaling(self):
@@ -216,16 +250,17 @@ class Figures:
                 ratios.setdefault(case["machine"], []).append((case["cards"], record.number("ratio", none, overlapped)))
         if not latency or not ratios:
             return None
-        figure, panels = plt.subplots(2, 1, figsize=(WIDTH_IN, 7.2), layout="constrained")
+        figure, panels = plt.subplots(2, 1, figsize=(WIDTH_IN, 7), layout="constrained")
         for panel, series in zip(panels, (latency, ratios), strict=True):
             for colour, marker, (label, points) in zip(COLOURS, "osD^v*", series.items(), strict=False):
                 panel.plot(*zip(*sorted(set(points))), f"{marker}-", color=colour, label=label)
             panel.set_xscale("log", base=2)
-            panel.legend(fontsize=8.5)
-        panels[0].set(title="H200, forward (simulated)", xlabel="ranks; 16 are two hosts of eight cards", ylabel="ms")
+            panel.legend(fontsize=9)
+        panels[0].set(title="H200, forward (simulated)", ylabel="latency, ms")
+        panels[0].set_xlabel("ranks; 16: two hosts of eight network cards")
         panels[0].set_xticks([2, 4, 8, 16], ["2", "4", "8", "16"])
-        panels[1].set(title="16 ranks of two hosts, forward, by NCCL (simulated)")
-        panels[1].set(xlabel="network cards a host", ylabel="none / overlapped")
+        panels[1].set(title="16 ranks of two hosts, NCCL (simulated)")
+        panels[1].set(xlabel="network cards a host", ylabel="none over overlapped, forward")
         panels[1].set_xticks([1, 2, 4, 8], ["1", "2", "4", "8"])
         return figure
 
@@ -233,8 +268,12 @@ class Figures:
 AS_PLANNED = 0.75  # where it stands on the axis of chunks
 
 
+def _over_nvlink(record: Record) -> bool:
+    return link_of(record) == NVLINK and DEVICE in record.get("environment", "device")
+
+
 def chunks_of(mode: str, plan: str | None = None) -> float | None:
-    """How many chunks a mode's name says it has, or None; for ``kernel`` what its plan says, which older records lack."""
+    """How many chunks a mode's name says it has, or None; of ``kernel`` what its plan says, which old records lack."""
     if mode == "kernel":
         return AS_PLANNED if plan is None else len(plan.split()[0].split(","))
     if mode in ("none", "kernel:sequential", "kernel:peers"):  # through the peers' memory the plan is one chunk

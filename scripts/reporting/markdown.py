@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from typing import Callable, Iterable, Iterator
 
 from .citations import NOT_RECORDED, Results
+
+_NUMBER = re.compile(r"[+-]?\d+(?:\.\d+)?(?: %)?")
 
 
 class TableMaker:
@@ -33,10 +36,12 @@ class TableMaker:
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """The table, without the columns that no row fills."""
+    """The table, without the columns that no row fills; columns of numbers are aligned to the right."""
     head, rows = tuple(head), [tuple(row) for row in rows]
-    kept = [i for i in range(len(head)) if any(row[i] not in ("", NOT_RECORDED) for row in rows)]
-    lines = [[row[i] for i in kept] for row in (head, ["---"] * len(head), *rows)]
+    filled = {i: [row[i] for row in rows if row[i] not in ("", NOT_RECORDED)] for i in range(len(head))}
+    kept = [i for i, cells in filled.items() if cells]
+    rules = {i: "---:" if all(map(_NUMBER.fullmatch, filled[i])) else "---" for i in kept}
+    lines = [[row[i] for i in kept] for row in (head, rules, *rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

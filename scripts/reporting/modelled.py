@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Iterable
+from typing import Iterator
 
 from .citations import Record
 from .markdown import TableMaker
 
 _COUNTS = ("P", "hosts", "cards")
+_CASE = ("GPU", *_COUNTS, "pass", "exchanges by", "chunks", "none ms", "overlapped ms", "ratio",
+         "not under computation ms", "under computation")  # fmt: skip
 
 
 class Modelled(TableMaker):
@@ -82,20 +84,31 @@ class Modelled(TableMaker):
                 few_cards = case["hosts"] == 1 or case["cards"] in (1, 8)
                 if (case["P"], case["hosts"]) in ((8, 1), (16, 2)) and few_cards:
                     rows.append(self._case(record, index))
-        head = ("GPU", *_COUNTS, "pass", "exchanges by", "chunks", "none ms", "overlapped ms", "ratio",
-                "not under computation ms", "under computation")  # fmt: skip
-        return self.shown("simulated machines", head, rows, sources)
+        return self.shown("simulated machines", _CASE, rows, sources)
 
-    def cases(self) -> Iterable[tuple[Record, int]]:
+    def scaled(self) -> str:
+        """The same with twice the communication, or twice the computation."""
+        rows = []
+        with self.table_of("scaled") as sources:
+            for record, index, case in self._of_machines():
+                if case["comm_scale"] != 1 or case["compute_scale"] != 1:
+                    scales = [record.cite("value", ("cases", index, name)) for name in ("comm_scale", "compute_scale")]
+                    gpu, *others = self._case(record, index)
+                    rows.append((gpu, *scales, *others))
+        head = (_CASE[0], "communication x", "computation x", *_CASE[1:])
+        return self.shown("simulated machines with more communication or computation", head, rows, sources)
+
+    def cases(self) -> Iterator[tuple[Record, int]]:
         """(record, index) of the simulated cases at the default workload, communication and computation as they are."""
+        for record, index, case in self._of_machines():
+            if case["comm_scale"] == case["compute_scale"] == 1:
+                yield record, index
+
+    def _of_machines(self) -> Iterator[tuple[Record, int, dict]]:
         for record in self.results.of_kind("simulation"):
             for index, case in enumerate(record.get("cases")):
-                if (
-                    "hosts" in case
-                    and case.get("comm_scale") == case.get("compute_scale") == 1
-                    and case["link"] == "NVLink"
-                ):
-                    yield record, index
+                if "hosts" in case and case["link"] == "NVLink":
+                    yield record, index, case
 
     def _case(self, record: Record, index: int) -> tuple:
         path, case = ("cases", index), record.get("cases", index)

@@ -1,4 +1,4 @@
-"""Tables of what was measured: latencies, checks, traces, memory, sweeps."""
+"""Tables of what was measured: latencies, traces, memory, sweeps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Callable, Iterable
 
 import results_file
 
-from .citations import COMP_ONLY, EXCHANGES, NOT_RECORDED, Record
+from .citations import COMP_ONLY, EXCHANGES, Record
 from .markdown import TableMaker, table
 from .newest import missing, options_of
 
@@ -30,41 +30,41 @@ class Tables(TableMaker):
     def _comparison(self, folder: str, direction: str, shape: tuple, records: list[Record]) -> str:
         rows = []
         with self.table_of(f"{folder} {direction} {shape}") as sources:
-            title = f"**`{folder}`, {direction}, (B, T, D, k) = {records[0].shape()}**{_emulated(folder)}"
+            title = f"#### `{folder}`, {direction}, (B, T, D, k) = {records[0].shape()}{_emulated(folder)}"
             for record in records:
                 for mode in record.modes:
                     rows.append(
                         (
-                            f"`{_name(record)}`",
-                            _compiled(record),
-                            _options(record),
                             f"`{mode}`",
+                            f"`{_name(record)}`",
                             record.ms(mode),
                             record.ratio(mode),
                             record.hidden(mode),
                             record.exposed(mode),
                             record.tokens(mode),
                             record.peak(mode),
+                            compiled(record),
+                            _options(record),
                             record.commit(),
                         )
                     )
                 rows += [
-                    (f"`{_name(record)}`", _compiled(record), _options(record), f"`{mode}`", "failed", *[""] * 5,
+                    (f"`{mode}`", f"`{_name(record)}`", "failed", *[""] * 5, compiled(record), _options(record),
                      record.commit())
                     for mode in record.get("failed") or ()
                 ]
             remarks = [f"`{_name(each)}`{text}" for each in records if (text := each.remark())]
         head = (
-            "record",
-            "compiled",
-            "options",
             "mode",
+            "record",
             "median ms",
             "ratio",
             "hidden",
             "exposed ms",
             "M tokens/s",
             "peak MiB",
+            "compiled",
+            "options",
             "commit",
         )
         plans = [(f"`{_name(each)}` `{mode}`", each.plan(mode)) for each in records for mode in each.modes]
@@ -72,23 +72,72 @@ class Tables(TableMaker):
         return f"{title}\n\n{table(head, rows)}\n\n{sources()}{more}{_plans(plans)}"
 
     def modes(self, records: Iterable[Record], modes: Iterable[str]) -> str:
-        """Chosen modes of chosen comparisons, side by side: median, ratio, hidden fraction, exposed communication."""
+        """Chosen modes of chosen comparisons, side by side: latency, what is hidden and exposed, throughput, memory."""
         rows, records = [], list(records)
         with self.table_of(" ".join(each.file for each in records)) as sources:
             for record in records:
                 for mode in filter(record.mode, modes):
                     rows.append(
                         (
-                            record.get("pass"),
                             f"`{record.mode(mode)}`",
+                            record.get("pass"),
                             record.ms(mode),
                             record.ratio(mode),
                             record.hidden(mode),
                             record.exposed(mode),
+                            record.tokens(mode),
+                            record.peak(mode),
                         )
                     )
-        head = ("pass", "mode", "median ms", "ratio", "hidden", "exposed ms")
+        head = ("mode", "pass", "median ms", "ratio", "hidden", "exposed ms", "M tokens/s", "peak MiB")
         return self._with_missing(head, rows, sources, records)
+
+    def alone(self) -> str:
+        """Of every comparison the exchanges and the computation by themselves, apart from layer latencies."""
+        rows = []
+        with self.table_of("alone") as sources:
+            for record in self.results.comparisons():
+                rows.append(
+                    (
+                        f"`{record.name}`{_emulated(record.name)}",
+                        record.get("pass"),
+                        record.shape(),
+                        record.ms(EXCHANGES),
+                        record.ms(COMP_ONLY),
+                        record.ratio(COMP_ONLY, to=EXCHANGES),
+                        compiled(record),
+                        _options(record),
+                        record.commit(),
+                    )
+                )
+        head = ("record", "pass", "(B, T, D, k)", "exchanges ms", "computation ms", "exchanges over computation",
+                "compiled", "options", "commit")  # fmt: skip
+        return self.shown("modes compared", head, rows, sources)
+
+    def scaled(self) -> str:
+        """Every mode of the comparisons whose communication or computation was scaled."""
+        rows = []
+        with self.table_of("scaled") as sources:
+            for record in self.results.comparisons():
+                scales = [record.setting(name) for name in ("comm_scale", "compute_scale")]
+                if any(record.get(*scale) not in (None, 1) for scale in scales):
+                    for mode in record.modes:
+                        rows.append(
+                            (
+                                f"`{mode}`",
+                                f"`{record.name}`",
+                                record.get("pass"),
+                                *(record.cite("value", scale) for scale in scales),
+                                record.ms(mode),
+                                record.ratio(mode),
+                                record.hidden(mode),
+                                record.exposed(mode),
+                                record.peak(mode),
+                            )
+                        )
+        head = ("mode", "record", "pass", "communication x", "computation x", "median ms", "ratio", "hidden", "exposed ms",
+                "peak MiB")  # fmt: skip
+        return self.shown("measurements with `--comm-scale` or `--compute-scale`", head, rows, sources)
 
     def single_runs(self) -> str:
         """The records of `benchmark.py`: one mode at a time."""
@@ -104,7 +153,7 @@ class Tables(TableMaker):
                         f"`{mode}`",
                         record.get("pass"),
                         record.shape(),
-                        _compiled(record),
+                        compiled(record),
                         _options(record),
                         record.cite("value", ("slowest_rank", "p50_s"), form="4", scale=1e3),
                         record.cite("largest", ("peak_memory_bytes",), form="{:.0f}", scale=2**-20),
@@ -124,37 +173,6 @@ class Tables(TableMaker):
                 rows.append((records[0].torch(), records[0].shape(), *times, by, records[0].commit()))
         head = ("torch", "(B, T, D, k)", "`none` ms", "`kernel` ms", "exchanges by", "commit")
         return self.shown("small shapes, eager, one mode at a time", head, rows, sources)
-
-    def checks(self) -> str:
-        """What was compared with the sequential layer, and how it came out."""
-        rows = []
-        with self.table_of("checks") as sources:
-            for record in self.results.comparisons():
-                checked, whole = record.get("checks") or {}, record.get("full_batch") or {}
-                for mode in dict.fromkeys((*checked, *whole)):
-                    if checked.get(mode, {}).get("ran") or mode in whole:
-                        rows.append(
-                            (
-                                f"`{record.name}`",
-                                f"`{mode}`",
-                                _verdict(checked.get(mode)),
-                                *_gradients(record, mode),
-                                *_full_batch(record, mode),
-                                record.commit(),
-                            )
-                        )
-        head = (
-            "record",
-            "mode",
-            "check",
-            "rows",
-            "worst gradient",
-            "full batch",
-            "elements that differ",
-            "largest",
-            "commit",
-        )
-        return self.shown("checks", head, rows, sources)
 
     def traces(self) -> str:
         """What ran beside what, from the device traces; the worst rank."""
@@ -272,14 +290,14 @@ class Tables(TableMaker):
                     )
                     rows.append(
                         (
+                            f"`{mode}`",
                             f"`{record.name}`",
                             record.get("pass"),
-                            f"`{mode}`",
                             record.peak(mode),
                             record.cite("ratio", *reversed(first), form="{:.2f}"),
                         )
                     )
-        return self._with_missing(("record", "pass", "mode", "peak MiB", "of none"), rows, sources, records)
+        return self._with_missing(("mode", "record", "pass", "peak MiB", "of none"), rows, sources, records)
 
     def _with_missing(self, head: tuple, rows: list, sources: Callable[[], str], records: list[Record]) -> str:
         """The table of these records, and which of them there are none of."""
@@ -330,40 +348,6 @@ def _options(record: Record) -> str:
     return " ".join(f"`{option}`" for option in options_of(record))
 
 
-def _compiled(record: Record) -> str:
+def compiled(record: Record) -> str:
     """Comparisons of the FFN alone, which is always compiled, have no such setting."""
     return "no" if record.get(*record.setting("no_compile")) else "yes"
-
-
-def _verdict(check: dict | None) -> str:
-    if not check or not check.get("ran"):
-        return "not run"
-    problem = check.get("problem") or check.get("gradient_problem") or ("" if check.get("equal", True) else "differs")
-    return f"fails: {problem}" if problem else "passed"
-
-
-def _gradients(record: Record, mode: str) -> tuple[str, str]:
-    """(rows of the check, the worst relative error of a gradient)."""
-    path = "checks", mode
-    gradients = record.get(*path, "gradients") or {}
-    rows = record.cite("value", (*path, "rows"), missing=NOT_RECORDED if record.get(*path, "ran") else "")
-    if not gradients:
-        return rows, ""
-    worst = max(gradients, key=lambda name: gradients[name]["relative_error"])
-    error = record.cite("value", (*path, "gradients", worst, "relative_error"), form="{:.1e}")
-    return rows, f"{error} (`{worst}`)"
-
-
-def _full_batch(record: Record, mode: str) -> tuple[str, str, str]:
-    """(equal or differs, elements that differ, the largest difference)."""
-    whole = record.get("full_batch", mode)
-    if not whole:
-        return "not compared", "", ""
-    path = "full_batch", mode
-    if whole["equal"]:
-        return "equal", "", ""
-    return (
-        "differs",
-        record.cite("value", (*path, "mismatches")),
-        record.cite("value", (*path, "max_abs_error"), form="3"),
-    )

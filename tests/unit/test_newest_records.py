@@ -46,7 +46,7 @@ def test_the_newest_comparable_record_is_the_one_that_is_cited(tmp_path):
     newest = with_record(folder, "some folder/new.json", 0.0034567, commit=old, torch="2.13.0")
     assert newest.file == "results/some folder/new.json"
     markdown, _ = report.build(folder, tmp_path / "figures")
-    assert "through the peers' memory it takes\n  3.457 ms" in markdown and "(torch 2.13.0)" in markdown
+    assert "through the peers' memory it takes\n  3.457 ms" in markdown and "(torch 2.13.0, compiled)" in markdown
 
 
 def test_what_a_mode_went_through_is_its_plan_s_word(tmp_path):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
@@ -32,7 +33,6 @@ CODE, PLACEHOLDER = re.compile(r"`[^`]*`"), re.compile(r"\{\{.*?\}\}|\{%.*?%\}",
 def built(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     markdown, results = report.build(REPORTS, folder / "figures")
-    shutil.copy(REPORTS / "figures" / "pipeline.svg", folder / "figures")
     return folder, markdown, results
 
 
@@ -144,9 +144,9 @@ def test_the_same_records_give_the_same_bytes(built, tmp_path):
     again, _ = report.build(REPORTS, tmp_path / "figures")
     assert again == markdown
     plots = sorted(path.name for path in (tmp_path / "figures").iterdir())
-    assert {"hidden_link.svg", "latency_chunks.svg", "roofline.svg"} <= set(plots)
+    expected = {"hidden_link", "latency_chunks", "pipeline", "roofline", "scaling", "timeline_nvlink", "timeline_shm"}
+    assert {f"{name}.svg" for name in expected} <= set(plots)
     assert all((tmp_path / "figures" / name).read_bytes() == (folder / "figures" / name).read_bytes() for name in plots)
-    shutil.copy(REPORTS / "figures" / "pipeline.svg", tmp_path / "figures")
     assert page(markdown, tmp_path) == page(markdown, folder)
 
 
@@ -162,7 +162,7 @@ def test_another_value_in_a_record_is_another_number_in_the_report(built, tmp_pa
     file.write_text(json.dumps(content))
     (tmp_path / "reports" / "results" / "cpu-netns" / "forward.json").unlink()
     markdown, _ = report.build(tmp_path / "reports", tmp_path / "figures")
-    assert "6.123 ms" in markdown and "| `kernel` | 6.123 |" in markdown and "fffffff" in markdown
+    assert "6.123 ms" in markdown and "| `kernel` | forward | 6.123 |" in markdown and "fffffff" in markdown
     assert "Plans: `overlap` `kernel` `4,12,12,4 r7 a2 b1 s16`." in markdown and "Plans: `overlap`" not in before
     assert markdown.count(shown) < before.count(shown)
     lacking = "No record yet: `none`, `passes` over a shaped CPU link, forward."
@@ -225,7 +225,9 @@ def test_records_of_the_simulator_the_planner_and_faults_become_tables(tmp_path)
         file.write_text(json.dumps(content))
     markdown, _ = report.build(tmp_path, tmp_path / "figures")
     assert [row for row in ROWS if row not in markdown] == []
-    assert "777" not in markdown and (tmp_path / "figures" / "scaling.svg").exists()
+    usual, scaled = markdown.split("The same with twice the communication")
+    assert "777" not in usual and "| H200 | 2 | 1 | 8 | 1 | forward | collectives | `2,4,2` | 777.0 |" in scaled
+    assert (tmp_path / "figures" / "scaling.svg").exists()
 
 
 def test_runs_of_one_mode_are_paired_by_version_and_commit(built):
@@ -241,12 +243,41 @@ def test_what_is_unlike_its_neighbours_says_why(built):
 
 
 def test_columns_that_no_record_fills_are_left_out(built):
-    rows = table(("a", "b", "c"), [("1", "", "not recorded"), ("2", "", "")])
-    assert rows == "| a |\n| --- |\n| 1 |\n| 2 |"
+    rows = table(("a", "b", "c"), [("x", "", "not recorded"), ("2", "", "")])
+    assert rows == "| a |\n| --- |\n| x |\n| 2 |"
     for lines in re.findall(r"(?:^\|.*\n)+", built[1], re.MULTILINE):
         cells = [line.strip("| \n").split(" | ") for line in lines.splitlines()[2:] if "\\|" not in line]
         if len({len(row) for row in cells}) == 1:
             assert not any(set(column) <= {"not recorded"} for column in zip(*cells)), lines[:200]
+
+
+def test_columns_of_numbers_are_aligned_to_the_right():
+    rows = table(("mode", "ms", "hidden"), [("`none`", "4.5", "not recorded"), ("`kernel`", "12", "-3 %")])
+    assert rows.splitlines()[1] == "| --- | ---: | ---: |"
+
+
+def test_exchanges_and_computation_stand_apart_for_every_comparison(built):
+    _, markdown, results = built
+    apart = markdown.split("### Exchanges and computation alone")[1].split("*Source")[0]
+    record = Record(results, OVERLAP)
+    assert f"| {record.ms('exchanges')} | {record.ms('comp-only:none')} |" in apart
+    assert all(f"| `{each.name}`" in apart for each in results.comparisons())
+
+
+def test_records_with_more_communication_have_a_table(tmp_path):
+    shutil.copytree(REPORTS, tmp_path / "reports")
+    content = json.loads((REPORTS / OVERLAP).read_text())
+    content["configuration"]["comm_scale"] = {"value": 2, "default": 1, "overridden": True}
+    (tmp_path / "reports" / "results" / "h200x2-torch-2.11.0" / "scaled.json").write_text(json.dumps(content))
+    markdown, _ = report.build(tmp_path / "reports", tmp_path / "figures")
+    assert "| `kernel` | `h200x2-torch-2.11.0/scaled` | forward | 2 | 1 | 5.219 | 1.52 |" in markdown
+
+
+def test_the_schedule_is_drawn_as_it_is_simulated(built):
+    svg = (built[0] / "figures" / "pipeline.svg").read_text()
+    assert "forward, plan 8,8,8,8 r9 a2 b1 s0, simulated" in svg and "backward, plan" in svg
+    starts = re.findall(r">([DC]\d)</text>", svg)
+    assert starts == ["D0", "D1", "D2", "C0", "D3", "C1", "C2", "C3"]
 
 
 def test_a_record_that_is_cut_off_is_named(tmp_path):
@@ -269,7 +300,7 @@ def test_the_check_compares_every_file(tmp_path):
     assert report.stale(folder) == []
     for name in ("report.md", "report.html", "figures/roofline.svg"):
         (folder / name).write_text((folder / name).read_text() + " ")
-    (folder / "commits.json").write_text("[]")
+    (folder / "commits.json").write_text(json.dumps(["f" * 40]))  # as no git history, or none at all, has it
     assert {"report.md", "report.html", "figures/roofline.svg", "commits.json"} <= set(report.stale(folder))
 
 
@@ -314,7 +345,7 @@ class Page(HTMLParser):
         if tag == "table":
             self.parents.append(self.open[-1])
         self.links += [value for name, value in attributes.items() if name in ("src", "href", "xlink:href", "data")]
-        self.ids += [attributes["id"]] if tag == "h2" and "id" in attributes else []
+        self.ids += [attributes["id"]] if tag in ("nav", "h2", "h3", "h4") else []
         if tag not in self.VOID:
             self.open.append((tag, attributes.get("class")))
 
@@ -332,12 +363,16 @@ def test_the_page_stands_alone_and_fits_a_phone(built):
     parsed = Page()
     parsed.feed(html)
     assert parsed.open == [] and "script" not in parsed.seen and "img" not in parsed.seen and "link" not in parsed.seen
-    assert parsed.links and all(link.startswith("#") for link in parsed.links)
+    files = {unquote(link) for link in parsed.links if not link.startswith("#")}
+    assert f"results/{Path(OVERLAP).relative_to('results')}" in files and "../scripts/splits.py" in files
+    assert [file for file in files if ":" in file or not (REPORTS / file).is_file()] == []
     assert "@import" not in html and not re.findall(r"url\((?!#)", html)
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in html
     assert "prefers-color-scheme: dark" in html
     assert set(parsed.parents) == {("div", "scroll")} and parsed.seen.count("svg") == markdown.count("](figures/")
-    assert {link[1:] for link in parsed.links} >= set(parsed.ids) and len(parsed.ids) == markdown.count("\n## ")
+    assert set(re.findall(r'<a [^>]*href="#([^"]+)"', html)) <= set(parsed.ids)
+    assert len(parsed.ids) == len(set(parsed.ids)) > markdown.count("\n## ")
+    assert html.split("</nav>")[0].count('<li><a href="#') == markdown.count("\n## ")
 
 
 def test_the_cross_node_section_begins_with_what_is_missing(built):
