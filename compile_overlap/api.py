@@ -288,6 +288,7 @@ def agree_on_call(
         "H": layout.H,
         "dtype": dtype,
         "gradients": "on" if torch.is_grad_enabled() else "off",
+        "emulate_precision_casts": compat.rounds_as_eager(),
         "answered by": answer if reason is None else f"the reference, because {reason}",
         **{name: "not set" if text is None else os.fsdecode(text) for name, text in zip(VARIABLES, variables())},
         **faults.versions(),

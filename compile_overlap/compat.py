@@ -154,6 +154,13 @@ def compiles_no_more() -> bool:
     return eval_frame._stance.stance != "default"
 
 
+def rounds_as_eager() -> bool:
+    """Whether Inductor is set to round what it fuses as eager does, between operators (`emulate_precision_casts`)."""
+    from torch._inductor import config
+
+    return config.emulate_precision_casts
+
+
 def compiled_by_inductor(function: Callable[..., Any], operands: tuple[torch.Tensor, ...]) -> Callable[..., Any]:
     """`function` as Inductor compiles it for tensors like these, without gradients; also while Dynamo traces."""
     from torch._guards import tracing

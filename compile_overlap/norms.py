@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from . import compat
 from . import group as groups
 from .kernels import inductor_gated_norm
 from .layout import Layout
@@ -27,7 +28,7 @@ def agreed(
     if device.type != "cuda" or layout.P == 1:
         return ()
     known = _AGREED.setdefault(dist.group.WORLD if group is None else group, {})
-    key = (layout, dtype, device, training, bias)
+    key = (layout, dtype, device, training, bias, compat.rounds_as_eager())
     if key not in known:
 
         def probe():

@@ -20,6 +20,11 @@ CASES = [((4, 16, 128, 2), "1", "1"), ((16, 8, 96, 3), "2", "0"), ((64, 16, 640,
 
 @inductor_config.patch(dynamic_scale_rblock=False)  # where it is on, timings choose among the reference's blocks
 def _layers(rank, ranks, cases, block):
+    with inductor_config.patch(emulate_precision_casts=block == "pre"):
+        return _results(rank, ranks, cases, block)
+
+
+def _results(rank, ranks, cases, block):
     device = torch.device("cuda", torch.cuda.current_device())
     os.environ.update(A2A_FFN_STRICT="1", A2A_FFN_KERNEL_PLUGIN="compile_overlap", A2A_FFN_TRANSPORT="peers")
     import passes
@@ -30,7 +35,7 @@ def _layers(rank, ranks, cases, block):
         torch._dynamo.reset()
         torch.manual_seed(3 + rank)
         ffn = ArchiveFFN(T, D, k, group=dist.group.WORLD, size=ranks, index=rank).to(device, torch.bfloat16)
-        model = ArchiveBlock(ffn, T, D, pre=True).to(device, torch.bfloat16) if block else ffn
+        model = ArchiveBlock(ffn, T, D, pre=block == "pre").to(device, torch.bfloat16) if block else ffn
         x, upstream = (torch.randn(B, T, D, device=device, dtype=torch.bfloat16) for _ in range(2))
 
         def call(overlap, model=model):
@@ -50,8 +55,11 @@ def _layers(rank, ranks, cases, block):
     return results
 
 
+# Before the FFN, Inductor fuses a norm with the reference's pack but not with our layer, and rounds it only there; unless it
+# is told to round as eager does.
 @pytest.mark.parametrize(
-    "ranks, cases, block", [(2, CASES, False), (2, CASES[1:], True), (4, CASES[:1], False), (8, CASES[:1], False)]
+    "ranks, cases, block",
+    [(2, CASES, None), (2, CASES[1:], "post"), (2, CASES[1:], "pre"), (4, CASES[:1], None), (8, CASES[:1], None)],
 )
 def test_equals_none(ranks, cases, block, tmp_path):
     if ranks > GPUS and not SHARING:
