@@ -94,13 +94,13 @@ class Results:
         folder = Path(folder)
         files = sorted(path for end in ("json", "jsonl") for path in folder.rglob(f"*.{end}"))
         self.contents = {
-            str(path.relative_to(folder.parent)): _content(path)
+            str(path.relative_to(folder.parent)): content_of(path)
             for path in files
             if not path.name.endswith(".perfetto.json")
         }
-        self.contents["notes.json"] = _content(folder.parent / "notes.json")
+        self.contents["notes.json"] = content_of(folder.parent / "notes.json")
         commits = folder.parent / "commits.json"
-        self.ages = {commit: place for place, commit in enumerate(_content(commits))} if commits.exists() else {}
+        self.ages = {commit: place for place, commit in enumerate(content_of(commits))} if commits.exists() else {}
         self.citations: list[Citation] = []
         self.place = ""
 
@@ -291,7 +291,7 @@ def printed(value: Any, form: str, scale: float) -> str:
     return f"{rounded:.{max(0, decimals)}f}"
 
 
-def _content(path: Path) -> Any:
+def content_of(path: Path) -> Any:
     if path.suffix != ".jsonl":
         return schema.read_json(path)
     try:

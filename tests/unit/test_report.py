@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "scripts"))
 
 import report  # noqa: E402
-from reporting.citations import Record, Results, printed  # noqa: E402
+from reporting.citations import Record, Results, content_of, printed  # noqa: E402
 from reporting.figures import AS_PLANNED, chunks_of  # noqa: E402
 from reporting.markdown import table  # noqa: E402
 from reporting.page import page  # noqa: E402
@@ -124,7 +124,7 @@ def test_medians_are_those_of_the_samples(built):
     checked = 0
     for each in results.citations:
         for path in (path for path in each.paths if path[-1] == "p50_s" and "measurements" in path):
-            measurement = at(json.loads((REPORTS / each.file).read_text()), path[:-2])
+            measurement = at(content_of(REPORTS / each.file), path[:-2])
             assert path[-2] == "slowest_rank"
             slowest = statistics.median(map(max, zip(*measurement["samples_s"])))
             assert measurement["slowest_rank"]["p50_s"] == pytest.approx(slowest, rel=1e-9)
