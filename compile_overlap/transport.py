@@ -212,10 +212,9 @@ _OWN_FIRST: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = weakref.WeakKeyDic
 
 
 def reset() -> None:
-    """Forget what was decided and measured, and the buffers."""
+    """Forget what was decided and measured. Buffers stay: an outer `torch.compile`'s code and backwards to come use them."""
     _DECIDED.clear()
     _OWN_FIRST.clear()
     gemms.reset()
     known_plans.reset()
     norms.reset()
-    rooms.reset()
