@@ -77,6 +77,7 @@ class Room:
         self._parts: dict[tuple, torch.Tensor] = {}
         self.sending = torch.cuda.Stream(device)
         self.sent: dict[int, torch.cuda.Event] = {}
+        self.under_way: set[int] = set()  # chunks put with a signal, which nothing has waited for
         self.free = torch.cuda.Event()
 
     def _addresses(self, by_rank: dict[int, int]) -> torch.Tensor:
