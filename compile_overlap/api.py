@@ -318,14 +318,15 @@ _OBSERVED: dict[type, tuple[str, str | None]] = {}
 
 
 def _inlined(ffn: Any, inputs: torch.Tensor, layout: Layout, reason: str | None, comp_only: bool) -> torch.Tensor:
-    P = layout.P
+    # `index`: the plan is made for one layout, so what is symbolic in it becomes a constant here.
+    P, B, T, D, H = map(index, (layout.P, layout.B, layout.T, layout.D, layout.H))
+    rank, comm_scale = index(ffn.ep_index), index(getattr(ffn, "comm_scale", 1))
     if reason is None:
         comptime(_observe_reference)
     group = "" if ffn.ep_group is None else ffn.ep_group.group_name
-    # `index`: the plan is made for one batch size, so a symbolic one becomes a constant here.
     delegated, sizes, triton, alias, bias = _at_trace_time(
-        type(ffn), P, index(layout.B), layout.T, layout.D, layout.H, ffn.w1.dtype, ffn.w1.device,
-        group, P > 1 and not comp_only, torch.is_grad_enabled(), reason, ffn.ep_index, getattr(ffn, "comm_scale", 1),
+        type(ffn), P, B, T, D, H, ffn.w1.dtype, ffn.w1.device,
+        group, P > 1 and not comp_only, torch.is_grad_enabled(), reason, rank, comm_scale,
     )  # fmt: skip
     if delegated:
         return ffn.forward(inputs, overlap="none", comp_only=comp_only)
@@ -340,7 +341,7 @@ def _inlined(ffn: Any, inputs: torch.Tensor, layout: Layout, reason: str | None,
         eps=eps_of(ffn),
         exact_gradients=False,
         triton=triton,
-        comm_scale=getattr(ffn, "comm_scale", 1),
+        comm_scale=comm_scale,
     )
 
 

@@ -24,6 +24,8 @@ When a buffer may be written again, for calls of a layer one after the other on 
   `peer_put`, which follows that copy: on the same stream, or through `Room.free`, which orders calls on other streams.
   A captured CUDA graph cannot wait for what ran before its capture: replay it on the stream that makes the other calls.
 
+A call that raises on all ranks alike (no memory, say) may leave signals and rows under way: the next one receives them first.
+
 So one inbox and one buffer of results serve any number of layers and streams; what a caller gets is its own. Signals are
 flags on the device that each wait resets, so that eager calls and replays of a CUDA graph can follow one another. A wait
 never waits for something that is issued after it, on any rank: put -> take -> GEMM -> barrier is the order on each.
@@ -75,8 +77,10 @@ def peer_put(
     """
     here = room(alias)
     current = torch.cuda.current_stream(source.device)
-    if chunk == 0 and not torch.cuda.is_current_stream_capturing():
+    captured = torch.cuda.is_current_stream_capturing()  # then nothing is sent yet
+    if chunk == 0 and not captured:
         current.wait_event(here.free)
+        _finish_given_up(here, source)
     if here.away is not None:
         here.away.start(("in", chunk), source[:, here.away.index, first : first + length])
     if not hidden:
@@ -94,6 +98,8 @@ def peer_put(
             if place is not None:
                 here.inbox_handle.put_signal(place, channel=chunk, timeout_ms=here.timeout_ms)
     here.sent.setdefault(chunk, torch.cuda.Event()).record(here.sending)
+    if not captured:
+        here.under_way.add(chunk)
     return _nothing(source.dtype, source.device)
 
 
@@ -108,6 +114,14 @@ def _(source, chunk, first, length, P, hidden, alias):
     return source.new_empty(0)
 
 
+def _finish_given_up(here: Room, source: torch.Tensor) -> None:
+    """Receive what a call that raised on all ranks alike has left under way: a next one would take it for its own."""
+    for chunk in sorted(here.under_way):
+        _wait_for_host(here, source, chunk, True)
+    for key in list(here.away.travelling) if here.away else ():
+        here.away.wait(key)
+
+
 def _wait(here: Room, source: torch.Tensor, chunk: int, rows: torch.Tensor, hidden: bool) -> None:
     """Until the rows of all ranks lie in my inbox, `rows` [P*B,l,D]."""
     _wait_for_host(here, source, chunk, hidden)
@@ -120,6 +134,7 @@ def _wait_for_host(here: Room, source: torch.Tensor, chunk: int, hidden: bool) -
         torch.cuda.current_stream(source.device).wait_event(here.sent[chunk])
         for _, place in here.others:
             here.inbox_handle.wait_signal(place, channel=chunk, timeout_ms=here.timeout_ms)
+        here.under_way.discard(chunk)
     else:
         here.inbox_handle.barrier(channel=0, timeout_ms=here.timeout_ms)
 

@@ -77,6 +77,7 @@ class Room:
         self._parts: dict[tuple, torch.Tensor] = {}
         self.sending = torch.cuda.Stream(device)
         self.sent: dict[int, torch.cuda.Event] = {}
+        self.under_way: set[int] = set()  # chunks put with a signal, which nothing has waited for
         self.free = torch.cuda.Event()
 
     def _addresses(self, by_rank: dict[int, int]) -> torch.Tensor:
@@ -231,8 +232,3 @@ def _rendezvous(buffer: torch.Tensor, group: Any) -> Any:
         return symmetric_memory.rendezvous(buffer, group.group_name)
     finally:
         store.set_timeout(usual)
-
-
-def reset() -> None:
-    """Forget all buffers; nothing may use them any more."""
-    _ROOMS.clear()

@@ -27,10 +27,9 @@ def plan_for(group: Any, rank: int, device: torch.device, problem: Problem) -> P
     first plan measures the group, and each plan's decision is the group's: all its ranks call this together. Raises
     ValueError where `A2A_FFN_RANKS_PER_HOST` does not divide P.
     """
-    layout, dtype, training, _, bias, _, settings = problem
-    require_divisor(settings.ranks_per_host, layout.P)
+    require_divisor(problem.settings.ranks_per_host, problem.layout.P)
     chosen = _as_tuned(group, rank, device, problem)
-    chosen = chosen or _exchanging(group, rank, layout, dtype, device, training, bias, settings)
+    chosen = chosen or _exchanging(group, rank, device, problem)
     return _completed(group, rank, device, problem, chosen)
 
 
@@ -77,7 +76,7 @@ def candidates(
     """
     layout, dtype, training, _, bias, _, settings = problem
     chosen = []
-    if settings.transport in (None, PEERS) and "pin-order" not in settings.disabled_passes:
+    if settings.transport in (None, PEERS) and _not_lowered(problem) is None:
         for chunks in (1, 2):
             by_peers = _by_peers(group, layout, dtype, device, training, replace(settings, chunks=chunks))
             hosts = settings.ranks_per_host
@@ -98,11 +97,12 @@ def _ranked(group, layout, dtype, device, training, settings, most: int | None) 
     return list(dict.fromkeys((*ranked[:most], *unchunked)))
 
 
-def _exchanging(group, rank, layout, dtype, device, training, bias, settings) -> Plan:
+def _exchanging(group, rank, device, problem: Problem) -> Plan:
+    layout, dtype, training, _, bias, _, settings = problem
     asked = settings.transport == PEERS and layout.P > 1
-    if asked or _peers_by_default(group, layout, device, settings):
+    if asked or _peers_by_default(group, device, problem):
         chosen = _by_peers(group, layout, dtype, device, training, settings)
-        reason = "pin-order is switched off" if "pin-order" in settings.disabled_passes else None
+        reason = _not_lowered(problem)
         reason = reason or _obstacle(group, layout, dtype, device, training, bias, chosen.sizes, settings.ranks_per_host)
         if reason is None:
             return chosen
@@ -110,9 +110,17 @@ def _exchanging(group, rank, layout, dtype, device, training, bias, settings) ->
     return _by_collectives(group, layout, dtype, device, training, settings)
 
 
-def _peers_by_default(group, layout: Layout, device: torch.device, settings) -> bool:
+def _not_lowered(problem: Problem) -> str | None:
+    """Why `passes.lower_to_peers` would leave such a layer to the collectives, whatever the group can; or None."""
+    if "pin-order" in problem.settings.disabled_passes:
+        return "pin-order is switched off"
+    return None if problem.comm_scale == 1 else f"comm_scale = {problem.comm_scale} pads what it sends"
+
+
+def _peers_by_default(group, device: torch.device, problem: Problem) -> bool:
     """Among the GPUs of one host, unless a pass that it needs is switched off."""
-    off = {"lower-to-peers", "pin-order"} & set(settings.disabled_passes)
+    layout, settings = problem.layout, problem.settings
+    off = _not_lowered(problem) or "lower-to-peers" in settings.disabled_passes
     if layout.P == 1 or settings.transport is not None or device.type != "cuda" or off:
         return False
     return len(rooms.domain_of(group, layout.P, device, settings.ranks_per_host)) == layout.P
@@ -204,10 +212,9 @@ _OWN_FIRST: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = weakref.WeakKeyDic
 
 
 def reset() -> None:
-    """Forget what was decided and measured, and the buffers."""
+    """Forget what was decided and measured. Buffers stay: an outer `torch.compile`'s code and backwards to come use them."""
     _DECIDED.clear()
     _OWN_FIRST.clear()
     gemms.reset()
     known_plans.reset()
     norms.reset()
-    rooms.reset()

@@ -9,7 +9,8 @@ Contract
             2. nothing else uses the result in flight;
             3. send and receive splits are equal blocks, one per rank (the plan's only exchange);
             4. each alias occurs a multiple of C times for its C chunks (C for an exchange direction of one layer);
-               a graph whose equal exchanges were merged breaks this one, which is an `UnknownStructure`.
+               a graph whose equal exchanges were merged breaks this one or, where their waits were not merged too
+               (torch 2.14), the first, which is an `UnknownStructure`.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class CheckExchanges(OverlapPass):
 
     def _check(self, start: torch.fx.Node) -> None:
         waits = graphs.waits(start)
+        if len(waits) == len(start.users) > 1:
+            raise UnknownStructure(f"{start.name}: must be waited exactly once, but equal exchanges were merged")
         if len(waits) != 1 or len(start.users) != 1:
             users = ", ".join(str(user.target) for user in start.users) or "nothing"
             raise ContractError(f"{start.name}: must be waited exactly once, directly; it is used by {users}")

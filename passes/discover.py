@@ -92,6 +92,8 @@ def discover(graph: torch.fx.Graph, unless_disabled: str = "") -> list[Layer]:
 
 def _only_wait(start: torch.fx.Node) -> torch.fx.Node:
     waits = graphs.waits(start)
+    if len(waits) == len(start.users) > 1:
+        raise UnknownStructure(f"{start.name}: must be waited exactly once, but equal exchanges were merged")
     if len(waits) != 1 or len(start.users) != 1:
         users = ", ".join(str(user.target) for user in start.users) or "nothing"
         raise ContractError(f"{start.name}: must be waited exactly once, directly; it is used by {users}")

@@ -10,9 +10,9 @@ Contract
             - `peer_gemm` in place of the last GEMM on the way, its bias, the pack and start of the second exchange
             and one `peer_finish` in place of the waits of all second exchanges and the concatenation of their rows
             (see `compile_overlap.peers`); the order is kept
-    raises  `UnknownStructure`, leaving a layer to the collectives, when it is built otherwise than such a plan says, and
-            all of them when one begins before another one has ended (they would share an inbox); every rank compiles the
-            same graph, so all of them lower a layer or none does
+    leaves  a layer to the collectives when it is built otherwise than such a plan says, and all of them when one begins
+            before another one has ended (they would share an inbox): says so, and raises `UnknownStructure` under
+            `A2A_FFN_TRANSPORT=peers`; every rank compiles the same graph, so all of them lower a layer or none does
     needs   `PinOrder`: an inbox is free again by the order alone (`transport` gives no such plan without the pass, and
             `verify` refuses a wrapper in another order)
 
@@ -26,8 +26,9 @@ import operator
 
 import torch
 
-from compile_overlap import compat
+from compile_overlap import compat, notice
 from compile_overlap import peers  # noqa: F401  registers the operators
+from compile_overlap.config import PEERS, Settings
 from compile_overlap.kernels import gemm_combine
 
 from . import graphs, verify
@@ -47,30 +48,39 @@ class LowerToPeers(OverlapPass):
         layers = [layer for layer in discover(graph, unless_disabled=self.name) if layer.plan.peers]
         if not layers:
             return graph, 0
-        _check_apart(graph, layers)
+        if not _are_apart(graph, layers):
+            _leave("layers that exchange through the same inboxes overlap")
+            return graph, 0
         waits = {wait for layer in layers for chunk in layer.chunks for wait in chunk.waits}
-        problems = []
+        problems, matches = [], 0
         for layer in layers:
             try:
                 _Lowering(graph, layer).run()
+                matches += 3 * len(layer.chunks) + 1
             except UnknownStructure as problem:
                 problems.append(problem)
         graph.eliminate_dead_code(lambda node: node.is_impure() and (node.users or node not in waits))
         verify.expect(graph)
         if problems:
-            raise problems[0]
-        return graph, sum(3 * len(layer.chunks) + 1 for layer in layers)
+            _leave(str(problems[0]))
+        return graph, matches
 
 
-def _check_apart(graph: torch.fx.Graph, layers: list[Layer]) -> None:
+def _leave(why: str) -> None:
+    """Say once that layers stay with the collectives. Raises UnknownStructure where the peers' memory was asked for."""
+    if Settings.from_environment().transport == PEERS:
+        raise UnknownStructure(why)
+    notice.warn_once(f"exchanging by collectives, not through the peers' memory: {why}")
+
+
+def _are_apart(graph: torch.fx.Graph, layers: list[Layer]) -> bool:
     place = {node: index for index, node in enumerate(graph.nodes)}
     spans = []
     for layer in layers:
         places = [place[node] for chunk in layer.chunks for node in (*chunk.starts, *chunk.waits)]
         spans.append((min(places), max(places)))
     spans.sort()
-    if any(end > begin for (_, end), (begin, _) in zip(spans, spans[1:])):
-        raise UnknownStructure("layers that exchange through the same inboxes overlap")
+    return all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:]))
 
 
 class _Lowering:

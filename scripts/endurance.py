@@ -37,7 +37,11 @@ MiB = 1 << 20
 
 
 def main() -> int:
-    options = _parser().parse_args()
+    parser = _parser()
+    options = parser.parse_args()
+    least = 2 * len(options.batch_sizes)
+    if options.calls < least or (options.keep is not None and options.keep < 1):
+        parser.error(f"--calls {options.calls}, --keep {options.keep}: must be at least {least}, the configurations, and 1")
     runtime = start_runtime(choose_device(options.device))
     if options.keep:
         compiler.MAX_LAYERS = options.keep
@@ -62,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default=None, help="(default: cuda where there is one)")
     add("--calls", type=int, default=10000, help="(default: %(default)s)")
-    add("--batch-sizes", default="1,2,3,4,6,8,12,16", help="rows per rank, in turn (default: %(default)s)")
+    add("--batch-sizes", type=_sizes, default="1,2,3,4,6,8,12,16", help="rows per rank, in turn (default: %(default)s)")
     add("--tokens", type=int, default=16, help="T (default: %(default)s)")
     add("--dim", type=int, default=64, help="D (default: %(default)s)")
     add("--k", type=int, default=2, help="expansion (default: %(default)s)")
@@ -73,10 +77,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _sizes(text: str) -> list[int]:
+    sizes = [int(size) for size in text.split(",")]
+    if min(sizes) < 1:
+        raise ValueError
+    return sizes
+
+
 def _run(options, runtime) -> dict:
     torch.manual_seed(runtime.rank)
     ffn = PerTokenFFN(options.tokens, options.dim, options.k, dtype=torch.bfloat16, device=runtime.device)
-    sizes = [int(size) for size in options.batch_sizes.split(",")]
+    sizes = options.batch_sizes
     configurations = 2 * len(sizes)
     counts, begin = [], time.monotonic()
     for call in range(configurations + options.calls):

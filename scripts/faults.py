@@ -46,6 +46,8 @@ def main() -> int:
     names = options.only.split(",") if options.only else list(FAULTS)
     if unknown := sorted(set(names) - set(FAULTS)):
         raise SystemExit(f"--only {options.only!r}: {', '.join(unknown)}: there are {', '.join(FAULTS)}")
+    if not any(FAULTS[name].device in (None, options.device) for name in names):
+        raise SystemExit(f"--only {options.only!r}: none of these can be made with --device {options.device}")
     if options.device == "cpu":  # before the ranks are forked
         import compile_overlap  # noqa: F401
         import torch._inductor.compile_fx  # noqa: F401

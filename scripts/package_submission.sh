@@ -5,6 +5,10 @@
 # gives the same bytes. $PYTHON (default python3) makes it; with the `report` extra it also says whether the report is stale.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
+case ${1:-} in
+  -h | --help) sed -n '2,/^set/s/^# //p' "$0"; exit 0 ;;
+  -*) echo "error: $1: must be the ZIP file to write" >&2; exit 2 ;;
+esac
 out=${1:-$root/build/submission.zip}
 python=${PYTHON:-python3}
 if [[ ! -e $root/.git ]]; then

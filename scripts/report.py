@@ -4,6 +4,8 @@
     python scripts/report.py            # writes them; needs the `report` extra: matplotlib, markdown-it-py
     python scripts/report.py --check    # writes nothing; status 1 where one of them is not what the records say
 
+A file below reports/results that is no record of this schema is named, and the status is 2.
+
 The text is in reports/text/, one Markdown template a section (Jinja: `{{ record("results/...").ms("kernel") }}`).
 Numbers come from placeholders alone, and each is cited (`reporting.citations`): below every table, plot and section
 stand the files that its numbers come from. Which record a text speaks of follows from a rule (`reporting.newest`), for
@@ -25,6 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT), str(ROOT / "research_topic_2")]
 
 import jinja2  # noqa: E402
+import results_file  # noqa: E402
+from rankmixer import schema  # noqa: E402
 from reporting.checks import Checks  # noqa: E402
 from reporting.citations import Record, Results  # noqa: E402
 from reporting.figures import Figures  # noqa: E402
@@ -78,6 +82,20 @@ def ordered_commits(reports: Path) -> list[str]:
     return [commit for commit in (history if set(known) <= set(history) else known) if commit in named]
 
 
+def unfit(reports: Path) -> list[str]:
+    """What is wrong with each file of the records that `schema` does not take: its numbers may mean something else."""
+    problems = []
+    for path in sorted((reports / "results").rglob("*.json*")):
+        try:
+            if path.suffix == ".jsonl":
+                results_file.read(path)
+            elif not path.name.endswith((".perfetto.json", ".trace.json")):
+                schema.read(path)
+        except ValueError as error:
+            problems.append(str(error))
+    return problems
+
+
 def write(reports: Path, markdown: str, figures: Path) -> list[Path]:
     """Write report.md and report.html beside the `figures`, to which drawn pictures are added; returns the files."""
     folder = figures.parent
@@ -106,6 +124,9 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="only compare them with what would be written")
     options = parser.parse_args()
     reports = ROOT / "reports"
+    if problems := unfit(reports):
+        print("\n".join(problems), file=sys.stderr)
+        return 2
     if options.check:
         found = stale(reports)
         stale_files = f"stale: {', '.join(found)}: run python scripts/report.py"

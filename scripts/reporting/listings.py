@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Iterable
 
-from .citations import Record
+from .citations import NOT_RECORDED, Record
 from .markdown import TableMaker
 
 _KINDS = {
@@ -80,12 +81,13 @@ class Listings(TableMaker):
                 for index, fault in enumerate(record.get("faults")):
                     path = "faults", index
                     others = [rank for rank in range(len(fault["ranks"])) if rank != fault["at_fault"]]
-                    slowest = max(others, key=lambda rank: fault["ranks"][rank]["seconds"])
+                    seconds = {rank: fault["ranks"][rank]["seconds"] for rank in others}  # None: it did not end
+                    slowest = max(others, key=lambda rank: math.inf if seconds[rank] is None else seconds[rank])
                     rows.append(
                         (
                             _inline(record.cite("text", (*path, "fault"))),
                             _inline(record.cite("text", (*path, "ranks", others[0], "message"), missing="")),
-                            record.cite("value", (*path, "ranks", slowest, "seconds"), form="3"),
+                            record.cite("value", (*path, "ranks", slowest, "seconds"), form="3", missing=NOT_RECORDED),
                             _inline(record.cite("joined", (*path, "problems"))),
                             "works" if fault["rerun"]["ok"] else "fails",
                             record.commit(),

@@ -26,6 +26,8 @@ def _calls(rank, ranks, hosts, folder):
     assert rooms.obstacle(None, ranks, cpu, torch.float16) is None
     alias = f"compile_overlap[2 r1 a2 b1 s0 peers]:{group.group_name}"
     wrong = []
+    for taken in (0, 2):
+        _give_up(rank, ranks, taken, alias)
     cases = [
         (3, (4,), False, False), (2, (1, 3), True, False), (2, (4,), False, True), (5, (2, 1, 1), False, True), (1, (4,), True, True),
     ]  # fmt: skip
@@ -66,9 +68,24 @@ def _calls(rank, ranks, hosts, folder):
     return wrong
 
 
+def _give_up(rank, ranks, taken, alias):
+    """A call that raises on all ranks alike before it is done, with so many of its two chunks taken: no memory, say."""
+    from compile_overlap import peers, rooms
+    from compile_overlap.kernels import gemm_combine
+
+    batch, chunks = 2, ((0, 1), (1, 3))
+    assert rooms.make_room(None, ranks, batch * ranks * 4 * WIDTH * 2, torch.device("cpu")) is None
+    source, part = torch.full((batch, ranks, 4, WIDTH), 7.0).half(), torch.ones(4, WIDTH, WIDTH).half()
+    puts = [peers.peer_put(source, index, *which, ranks, index > 0, alias) for index, which in enumerate(chunks)]
+    for index, (first, size) in enumerate(chunks[:taken]):
+        rows = peers.peer_take(puts[index], source, index, first, size, ranks, index > 0, False, alias)
+        right = part[first : first + size]
+        peers.peer_gemm(rows.transpose(0, 1), right, right[:, 0], gemm_combine.ADD, first, 4, ranks, alias)
+
+
 @pytest.mark.parametrize("hosts", ["aa", "abab", *(pytest.param(each, marks=pytest.mark.slow) for each in ("aaa", "aabb"))])
 def test_rows_reach_their_owners_and_come_back(hosts, monkeypatch, tmp_path):
-    """Each rank's host is a letter; between hosts rows travel by collectives."""
+    """Each rank's host is a letter; between hosts rows travel by collectives. Two calls before have come to nothing."""
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # Triton reads it when it is imported
     job = functools.partial(_calls, ranks=len(hosts), hosts=hosts, folder=str(tmp_path))

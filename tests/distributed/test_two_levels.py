@@ -22,6 +22,7 @@ RANKS, PER_HOST, BATCH, TOKENS, WIDTH = 4, 2, 8, 16, 32
 
 
 def _two_levels(rank, folder):
+    import compile_overlap
     import passes
     import symmetric_on_cpu
     from compile_overlap import peers
@@ -42,8 +43,15 @@ def _two_levels(rank, folder):
     events, before = _watched(peers), len(passes.pass_log())
     got, grads = outputs_and_gradients(lambda t: ffn(t, overlap="kernel"), ffn, x, upstream)
     lowered = [report.matches for report in passes.pass_log()[before:] if report.name == "lower-to-peers"]
+
+    def after_a_reset(t):
+        output = ffn(t, overlap="kernel")
+        compile_overlap.reset()
+        return output
+
+    _, late = outputs_and_gradients(after_a_reset, ffn, x, upstream)
     domain = rooms.domain_of(group, RANKS, x.device, PER_HOST)
-    return torch.equal(got, expected), unequal(wanted, grads), lowered, domain, events
+    return torch.equal(got, expected), unequal(wanted, grads), unequal(wanted, late), lowered, domain, events
 
 
 def _watched(peers):
@@ -69,15 +77,15 @@ def _watched(peers):
 
 def test_a_part_of_the_world_on_two_hosts_computes_what_none_does(tmp_path):
     results = run_on_ranks(functools.partial(_two_levels, folder=str(tmp_path)), RANKS + 1, tmp_path)
-    for rank, (equal, wrong, lowered, domain, events) in enumerate(results[:RANKS]):
-        assert equal and not wrong
+    for rank, (equal, wrong, wrong_after_reset, lowered, domain, events) in enumerate(results[:RANKS]):
+        assert equal and not wrong and not wrong_after_reset
         assert lowered == [7, 7]
         assert domain == ((0, 1) if rank < PER_HOST else (2, 3))
         near, far = ("0 to 2", "2 to 4") if rank < PER_HOST else ("2 to 4", "0 to 2")
         checked = events.index("start ('in', 0)")  # before that, the plan compared the parts with the whole
         first = [event for event in events[checked:] if event.startswith("multiply") or event.endswith("('in', 0)")]
-        # Forward and backward: my host's rows are multiplied while the others travel.
-        assert first == 2 * ["start ('in', 0)", f"multiply {near}", "wait ('in', 0)", f"multiply {far}"]
+        # Forward and backward, twice: my host's rows are multiplied while the others travel.
+        assert first == 4 * ["start ('in', 0)", f"multiply {near}", "wait ('in', 0)", f"multiply {far}"]
 
 
 @pytest.mark.parametrize("per_host", [3, 8])

@@ -2,8 +2,10 @@
 
 import copy
 import gc
+import importlib.util
 import json
 import os
+import sys
 import weakref
 from pathlib import Path
 
@@ -15,7 +17,8 @@ from rankmixer import record
 import compile_overlap
 from compile_overlap import calls, compiler
 
-RECORD = Path(__file__).resolve().parents[2] / "reports" / "results" / "cpu-faults" / "endurance.json"
+ROOT = Path(__file__).resolve().parents[2]
+RECORD = ROOT / "reports" / "results" / "cpu-faults" / "endurance.json"
 CALLS, WARM = 300, 60
 MOST_GROWTH = 8 << 20  # bytes; the allocator's arenas settle within it
 
@@ -99,3 +102,25 @@ def test_growth_beyond_its_bound_is_refused(count):
     changed["ranks"][-1]["last"][count] += content["bounds"][count] + 2**20
     with pytest.raises(ValueError, match=f"{count} grew by"):
         record.validate(changed)
+
+
+@pytest.mark.parametrize(
+    "script, arguments, words",
+    [
+        ("endurance", "--calls 15", "--calls 15, --keep None: must be at least 16, the configurations, and 1"),
+        ("endurance", "--calls 3 --batch-sizes 5,6", "at least 4, the configurations"),
+        ("endurance", "--keep 0", "--keep 0: must be"),
+        ("endurance", "--batch-sizes 2,0", "argument --batch-sizes"),
+        ("faults", "--only peers-dies", "none of these can be made with --device cpu"),
+    ],
+)
+def test_what_nothing_can_be_measured_of_is_refused(script, arguments, words, monkeypatch, capsys):
+    """Before a process group or a rank is made."""
+    monkeypatch.setattr(sys, "path", [str(ROOT / "scripts"), *sys.path])
+    monkeypatch.setattr(sys, "argv", [script, *arguments.split()])
+    spec = importlib.util.spec_from_file_location(f"script_{script}", ROOT / "scripts" / f"{script}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with pytest.raises(SystemExit) as end:
+        module.main()
+    assert words in capsys.readouterr().err + str(end.value.code)

@@ -1,5 +1,6 @@
 """Which layers are lowered to the peers' memory, and which are left to the collectives; on the fake process group."""
 
+import logging
 import re
 from dataclasses import replace
 
@@ -7,10 +8,12 @@ import pytest
 import torch
 from archive_double import ArchiveFFN
 from test_user_graphs import P, TOKENS, WIDTH, _call, _input, _run
+from torch.utils.checkpoint import checkpoint
 
 from compile_overlap import notice, transport
 from compile_overlap.config import Settings
 from compile_overlap.costs import Costs
+from compile_overlap.known_plans import Problem
 from compile_overlap.layout import Layout
 from passes import verify
 from passes.base import ContractError
@@ -126,6 +129,27 @@ def test_without_a_second_exchange_the_collectives_stay(monkeypatch):
     assert dict(log)["check-exchanges"] == 2
 
 
+@pytest.mark.parametrize("around, why", [("data", "without second exchanges"), ("checkpoint", "not a GEMM|second exchanges")])
+def test_what_cannot_be_lowered_is_an_error_only_where_it_was_asked_for(monkeypatch, caplog, around, why):
+    """Strict: what the default cannot do, the collectives do, as they did before it was the default."""
+    monkeypatch.setattr(transport, "_peers_by_default", lambda *_: True)
+
+    def program(layer):
+        ffn = layer()
+        programs = {
+            "data": lambda x: _call(ffn, x.detach()),
+            "checkpoint": lambda x: x + checkpoint(lambda inner: _call(ffn, inner), x, use_reentrant=False),
+        }
+        torch.compile(programs[around], dynamic=False)(_input()).sum().backward()
+
+    notice._SAID.clear()
+    with caplog.at_level(logging.WARNING, logger="compile_overlap"):
+        assert _lowered(_run(monkeypatch, program, chunks="2")) == [7]
+    assert re.search(f"not through the peers' memory: .*({why})", caplog.text)
+    with pytest.raises(Exception, match=why):
+        _run(monkeypatch, program, chunks="2", A2A_FFN_TRANSPORT="peers")
+
+
 def test_padded_exchanges_stay(monkeypatch):
     def program(layer):
         ffn = layer()
@@ -168,6 +192,7 @@ def test_the_pass_can_be_switched_off(monkeypatch):
     assert "share-kernels" in dict(log)
 
 
+@pytest.mark.parametrize("scale", [1, 2])
 @pytest.mark.parametrize("settings, device, host, obstacle, peers", [
     ({}, "cuda", 4, None, True), ({}, "cuda", 2, None, False), ({}, "cpu", 4, None, False), ({}, "cuda", 4, "no", False),
     ({"transport": "collectives"}, "cuda", 4, None, False), ({"transport": "peers"}, "cuda", 2, None, True),
@@ -175,16 +200,20 @@ def test_the_pass_can_be_switched_off(monkeypatch):
     ({"disabled_passes": ("lower-to-peers",)}, "cuda", 4, None, False),
     ({"strict": True}, "cuda", 4, "no", False),
 ])  # fmt: skip
-def test_peers_are_the_default_among_gpus_of_one_host(monkeypatch, settings, device, host, obstacle, peers):
+def test_peers_are_the_default_among_gpus_of_one_host(monkeypatch, settings, device, host, obstacle, peers, scale):
+    """Where what they send is not padded: such exchanges are never lowered."""
     monkeypatch.setattr(transport.rooms, "domain_of", lambda *_: tuple(range(host)))
     monkeypatch.setattr(transport, "_obstacle", lambda *_: obstacle)
     chosen = Settings(**settings, costs=Costs(1e-5, 3e11, 5e14))
     layout = Layout(P=4, B=64, T=32, D=640, H=1280)
-    arguments = layout, torch.bfloat16, torch.device(device), False, "add", chosen
-    assert transport._exchanging(None, 0, *arguments).peers == peers
-    with pytest.raises(notice.Delegated, match="pin-order" if "pin-order" in chosen.disabled_passes else "none to be had"):
+    problem = Problem(layout, torch.bfloat16, False, "inductor", "add", scale, chosen)
+    assert transport._exchanging(None, 0, torch.device(device), problem).peers == (peers and scale == 1)
+    assert scale == 1 or not any(each.peers for each in transport.candidates(None, 0, torch.device("cpu"), problem))
+    wrong = "pin-order" if "pin-order" in chosen.disabled_passes else "comm_scale" if scale > 1 else "none to be had"
+    with pytest.raises(notice.Delegated, match=wrong):
         monkeypatch.setattr(transport, "_obstacle", lambda *_: "none to be had")
-        transport._exchanging(None, 0, *arguments[:-1], replace(chosen, transport="peers", strict=True))
+        asked = problem._replace(settings=replace(chosen, transport="peers", strict=True))
+        transport._exchanging(None, 0, torch.device(device), asked)
 
 
 def test_an_inbox_is_read_in_place_only_by_gemms_of_its_chunk(monkeypatch):

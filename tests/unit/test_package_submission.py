@@ -89,6 +89,14 @@ def test_the_tree_imports_and_knows_its_commit_without_git(clone, unpacked):
     assert Path(file).is_relative_to(unpacked) and commit == git(clone, "rev-parse", "HEAD") and plugin
 
 
+@pytest.mark.parametrize("flag, status, words", [("--help", 0, "Makes the submission"), ("-h", 0, "OUT.zip"), ("--out", 2, "must be")])
+def test_a_flag_is_no_file(flag, status, words, tmp_path):
+    command = ["bash", str(ROOT / "scripts" / "package_submission.sh"), flag]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == status and words in result.stdout + result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_is_missing_is_named(clone, tmp_path):
     broken = tmp_path / "broken"
     git(clone, "clone", "--quiet", str(clone), str(broken))

@@ -201,7 +201,10 @@ OTHERS = {
     "some-faults/faults": {"kind": "faults", "environment": ENVIRONMENT, "faults": [
         {"fault": "is killed", "at_fault": 0, "problems": [], "rerun": {"ok": True}, "ranks": [
             {"seconds": None, "message": ""}, {"seconds": 1.5, "message": "rank 0 | died"},
-            {"seconds": 12.25, "message": None}]}]},
+            {"seconds": 12.25, "message": None}]},
+        {"fault": "stalls", "at_fault": 2, "problems": ["rank 1 did not end"], "rerun": {"ok": True}, "ranks": [
+            {"seconds": 3.5, "message": "no word"}, {"seconds": None, "message": ""},
+            {"seconds": None, "message": ""}]}]},
     "gpu/planner": {"kind": "planner", "environment": ENVIRONMENT, "pass": "forward", "shapes": [[1], [2]],
                     "geometric_means": {"planner": 1.0123}},
 }  # fmt: skip
@@ -213,6 +216,7 @@ ROWS = ["| H200 | 8 | 1 |  | forward | collectives | `2,4,2` | 5.000 | 4.000 | 1
         "overlapped layers alone 6.0 %; the worst single one is +2.5 % (`none` of `some.json`).",
         "| `some-faults/endurance` | 100 | 16 | 256 | 1.5 | 0.0 | 0 | 0 | 0 | 32.0 | aaaaaaa |",
         "| is killed | rank 0 \\| died | 12.2 | nothing | works | aaaaaaa |",
+        "| stalls | no word | not recorded | rank 1 did not end | works | aaaaaaa |",
         "| `gpu/planner.json` | forward | `planner` | 1.012 | 2 | aaaaaaa |"]  # fmt: skip
 
 
@@ -290,6 +294,30 @@ def test_a_record_that_is_cut_off_is_named(tmp_path):
     (tmp_path / "reports" / "results" / "sweep.jsonl").write_text("{}\n{\n")
     with pytest.raises(ValueError, match="sweep.jsonl: a line is no JSON"):
         report.build(tmp_path / "reports", tmp_path / "figures")
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    [
+        ("schema", lambda content: {**content, "schema": 99}),
+        ("record field environment", lambda content: {**content, "environment": None}),
+        ("measurements", lambda content: {**content, "measurements": {}}),
+        ("kind", lambda content: {**content, "kind": "others"}),
+        ("record", lambda content: [content]),
+    ],
+)
+def test_a_record_of_another_schema_is_refused_by_name(name, change, monkeypatch, tmp_path, capsys):
+    folder = tmp_path / "reports"
+    shutil.copytree(REPORTS, folder)
+    assert report.unfit(folder) == []
+    file = folder / OVERLAP
+    file.write_text(json.dumps(change(json.loads(file.read_text()))))
+    (folder / "results" / "sweep.jsonl").write_text("{}\n")
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["report.py", "--check"])
+    assert report.main() == 2
+    named, sweep = capsys.readouterr().err.splitlines()
+    assert f"{OVERLAP}: is no record ({name}" in named and "sweep.jsonl': line 1 is no record of a sweep" in sweep
 
 
 def test_the_check_compares_every_file(tmp_path):
