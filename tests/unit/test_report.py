@@ -284,54 +284,6 @@ def test_the_schedule_is_drawn_as_it_is_simulated(built):
     assert starts == ["D0", "D1", "D2", "C0", "D3", "C1", "C2", "C3"]
 
 
-def test_a_record_that_is_cut_off_is_named(tmp_path):
-    shutil.copytree(REPORTS, tmp_path / "reports")
-    file = tmp_path / "reports" / OVERLAP
-    file.write_text(file.read_text()[:3000])
-    with pytest.raises(ValueError, match="overlap.json: is no JSON"):
-        report.build(tmp_path / "reports", tmp_path / "figures")
-    file.unlink()
-    (tmp_path / "reports" / "results" / "sweep.jsonl").write_text("{}\n{\n")
-    with pytest.raises(ValueError, match="sweep.jsonl: a line is no JSON"):
-        report.build(tmp_path / "reports", tmp_path / "figures")
-
-
-@pytest.mark.parametrize(
-    "name, change",
-    [
-        ("schema", lambda content: {**content, "schema": 99}),
-        ("record field environment", lambda content: {**content, "environment": None}),
-        ("measurements", lambda content: {**content, "measurements": {}}),
-        ("kind", lambda content: {**content, "kind": "others"}),
-        ("record", lambda content: [content]),
-    ],
-)
-def test_a_record_of_another_schema_is_refused_by_name(name, change, monkeypatch, tmp_path, capsys):
-    folder = tmp_path / "reports"
-    shutil.copytree(REPORTS, folder)
-    assert report.unfit(folder) == []
-    file = folder / OVERLAP
-    file.write_text(json.dumps(change(json.loads(file.read_text()))))
-    (folder / "results" / "sweep.jsonl").write_text("{}\n")
-    monkeypatch.setattr(report, "ROOT", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["report.py", "--check"])
-    assert report.main() == 2
-    named, sweep = capsys.readouterr().err.splitlines()
-    assert f"{OVERLAP}: is no record ({name}" in named and "sweep.jsonl': line 1 is no record of a sweep" in sweep
-
-
-def test_the_check_compares_every_file(tmp_path):
-    folder = tmp_path / "reports"
-    shutil.copytree(REPORTS, folder)
-    markdown, _ = report.build(folder, folder / "figures")
-    report.write(folder, markdown, folder / "figures")
-    assert report.stale(folder) == []
-    for name in ("report.md", "report.html", "figures/roofline.svg"):
-        (folder / name).write_text((folder / name).read_text() + " ")
-    (folder / "commits.json").write_text(json.dumps(["f" * 40]))  # as no git history, or none at all, has it
-    assert {"report.md", "report.html", "figures/roofline.svg", "commits.json"} <= set(report.stale(folder))
-
-
 def test_a_sweep_is_a_table_a_comparison(tmp_path):
     from test_sweep import _record
 

@@ -1,0 +1,66 @@
+"""Files that the report cannot be made from are named, and what is made is compared with every file."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("markdown_it")
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "scripts"))
+
+import report  # noqa: E402
+
+REPORTS = ROOT / "reports"
+OVERLAP = "results/h200x2-torch-2.11.0-shm/overlap.json"
+
+
+def test_a_record_that_is_cut_off_is_named(tmp_path):
+    shutil.copytree(REPORTS, tmp_path / "reports")
+    file = tmp_path / "reports" / OVERLAP
+    file.write_text(file.read_text()[:3000])
+    with pytest.raises(ValueError, match="overlap.json: is no JSON"):
+        report.build(tmp_path / "reports", tmp_path / "figures")
+    file.unlink()
+    (tmp_path / "reports" / "results" / "sweep.jsonl").write_text("{}\n{\n")
+    with pytest.raises(ValueError, match="sweep.jsonl: a line is no JSON"):
+        report.build(tmp_path / "reports", tmp_path / "figures")
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    [
+        ("schema", lambda content: {**content, "schema": 99}),
+        ("record field environment", lambda content: {**content, "environment": None}),
+        ("measurements", lambda content: {**content, "measurements": {}}),
+        ("kind", lambda content: {**content, "kind": "others"}),
+        ("record", lambda content: [content]),
+    ],
+)
+def test_a_record_of_another_schema_is_refused_by_name(name, change, monkeypatch, tmp_path, capsys):
+    folder = tmp_path / "reports"
+    shutil.copytree(REPORTS, folder)
+    assert report.unfit(folder) == []
+    file = folder / OVERLAP
+    file.write_text(json.dumps(change(json.loads(file.read_text()))))
+    (folder / "results" / "sweep.jsonl").write_text("{}\n")
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["report.py", "--check"])
+    assert report.main() == 2
+    named, sweep = capsys.readouterr().err.splitlines()
+    assert f"{OVERLAP}: is no record ({name}" in named and "sweep.jsonl': line 1 is no record of a sweep" in sweep
+
+
+def test_the_check_compares_every_file(tmp_path):
+    folder = tmp_path / "reports"
+    shutil.copytree(REPORTS, folder)
+    markdown, _ = report.build(folder, folder / "figures")
+    report.write(folder, markdown, folder / "figures")
+    assert report.stale(folder) == []
+    for name in ("report.md", "report.html", "figures/roofline.svg"):
+        (folder / name).write_text((folder / name).read_text() + " ")
+    (folder / "commits.json").write_text(json.dumps(["f" * 40]))  # as no git history, or none at all, has it
+    assert {"report.md", "report.html", "figures/roofline.svg", "commits.json"} <= set(report.stale(folder))
