@@ -284,20 +284,6 @@ def test_the_schedule_is_drawn_as_it_is_simulated(built):
     assert starts == ["D0", "D1", "D2", "C0", "D3", "C1", "C2", "C3"]
 
 
-def test_a_sweep_is_a_table_a_comparison(tmp_path):
-    from test_sweep import _record
-
-    shutil.copytree(REPORTS / "text", tmp_path / "text")
-    (tmp_path / "notes.json").write_text("{}")
-    (tmp_path / "results").mkdir()
-    lines = [_record(4.0, 2.0, batch) for batch in (1, 2)]
-    (tmp_path / "results" / "sweep.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    markdown, _ = report.build(tmp_path, tmp_path / "figures")
-    assert (
-        "**forward, compiled: ratio to none, shape by shape**" in markdown and "| (2, 16, 128, 2) | 2.00 |" in markdown
-    )
-
-
 def test_notes_say_where_they_come_from():
     notes = json.loads((REPORTS / "notes.json").read_text())
     entries = [*notes["notes"].values(), *notes["h200"].values(), notes["chunk_sweep_source"]]
