@@ -35,7 +35,7 @@ from compile_overlap.measure.intervals import length
 
 SEQUENTIAL = "kernel:sequential"
 LEGEND = (
-    "hidden = (T_none - T) / T_comm; own: the same against kernel:sequential; E = (T_comm + T_compute - T) / the smaller;",
+    "hidden = (T_none - T) / T_comm; own: the same against kernel:sequential; E = (T_comm + T_compute - T) / the less",
     "E Flux = 1 - (T - T_best) / (T_none - T_best); exposed = T - T_compute",
     "T_compute: kernel without its exchanges; T_best: none or kernel without theirs, the faster",
 )

@@ -261,7 +261,8 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict[st
 def table(result: dict[str, Any]) -> str:
     """The record as text; times are medians in milliseconds."""
     whole = result["splits"][0]["passes"]
-    lines = [f"{'split along':<12}{'parts':>7}{'forward':>12}{'ratio':>9}{'with backward':>16}{'ratio':>9}   what differs"]
+    heading = f"{'split along':<12}{'parts':>7}{'forward':>12}{'ratio':>9}{'with backward':>16}{'ratio':>9}"
+    lines = [f"{heading}   what differs"]
     for row in result["splits"]:
         seconds = {name: each["p50_s"] for name, each in row["passes"].items()}
         over = {name: f"{each / whole[name]['p50_s']:.3f}x" for name, each in seconds.items()}
