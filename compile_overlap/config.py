@@ -2,7 +2,7 @@
 
 | variable           | value                                  | meaning                                                |
 | ------------------ | -------------------------------------- | ------------------------------------------------------ |
-| `A2A_FFN_CHUNKS`   | a count, or sizes such as `2,14,16`    | chunks along L (default: four; one at P=1)             |
+| `A2A_FFN_CHUNKS`   | a count, or sizes such as `2,14,16`    | chunks along L (default: by the plan; one at P=1)      |
 | `A2A_FFN_RECIPE`   | `eager_exact`, `inductor`              | numeric recipe (default: the one that equals `none`)   |
 | `A2A_FFN_BIAS`     | `add`, `baddbmm`                       | bias form (default: the one that equals `none`)        |
 | `A2A_FFN_GRADIENTS` | `exact`, `fast`                       | every gradient eager's bit for bit (default on CPU), or fused |
@@ -15,7 +15,7 @@
 | `A2A_FFN_NORM`     | `inductor`, `triton`                   | Inductor's gated norm, or our kernel where it equals it (default: triton) |
 | `A2A_FFN_COSTS`    | `us,GB/s,TFLOP/s`                      | latency, link and GEMM rate to plan with (default: measured on NCCL groups) |
 | `A2A_FFN_DISABLE_PASSES` | names, or `all`                  | passes to switch off, for ablation                     |
-| `A2A_FFN_STRICT`   | `1`                                    | an error instead of delegating, or of a wrapper that leaves the schedule |
+| `A2A_FFN_STRICT`   | `0`, `1`                               | 1: `notice.Delegated` instead of delegating, an error where the wrapper leaves the schedule |
 
 `A2A_FFN_PLANS`, a folder or `off`, is where tuned plans and measured costs are kept (`plan_store`): the first rank's alone
 counts, and ranks may have different ones.

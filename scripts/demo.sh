@@ -86,6 +86,6 @@ Where to look next
   build/demo/*.json                    every rank's samples, versions, settings; *.log beside them
   research_topic_2/benchmark.py        one mode at a time: NPROC=2 bash research_topic_2/scripts/run_prod_local.sh --help
   compile_overlap/layer.py, passes/    the layer, and the passes that schedule it
-  README.md                            how to use it in the original archive and in your own model
+  README.md                            how to use it in your own model and in the original archive
 TEXT
 exit $failed

@@ -36,6 +36,8 @@ from faulty_ranks import AGAIN, DECIDED, FAULTS, HEALTHY, RUNS, Fault, run_rank 
 STARTING_S = 600  # for a whole run, compilation included
 WORKERS_NOTICE_S = 10
 LOOK_S = 0.5  # between looks at what shared memory the ranks map
+OF_IMPORTS = "No CUDA runtime is found"  # torch, where there is a CUDA toolkit but no GPU
+STOPPED = "stopped by this script"
 MARK = "FAULTS_RUN"
 
 
@@ -129,6 +131,8 @@ class _Table:
             seconds = max(0.0, ended[process] - made.stat().st_mtime) if made.exists() and process in ended else None
             seconds = None if seconds is None else round(seconds, 1)
             words = _last_words(folder, rank)
+            if process in hung:
+                words = f"{words}; {STOPPED}" if words else STOPPED
             seen.append({"rank": rank, "status": statuses[process], "seconds": seconds, "message": words})
         return seen, [rank for rank in hung if rank not in stays]
 
@@ -262,20 +266,22 @@ def _gpus() -> int:
 
 
 def _last_words(folder: Path, rank: int) -> str:
-    """What the rank reported last; else the last line of its log."""
+    """What the rank reported last; else the last line of its log that it did not write while importing."""
     report = folder / f"{rank}.txt"
     if report.exists():
         return report.read_text()
     log = folder / f"{rank}.log"
     lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-    return lines[-1][:300] if lines else ""
+    said = [line for line in lines if OF_IMPORTS not in line]
+    return said[-1][:300] if said else ""
 
 
 def _print(row: dict) -> None:
     print(f"{row['name']}: {row['fault']}")
     for rank in row["ranks"]:
         words = rank["message"] or "no message"
-        print(f"  rank {rank['rank']}: status {rank['status']} after {rank['seconds']} s; {words}")
+        after = "" if rank["seconds"] is None else f" after {rank['seconds']} s"
+        print(f"  rank {rank['rank']}: status {rank['status']}{after}; {words}")
     again = f"the run afterwards {'worked' if row['rerun']['ok'] else 'failed'} ({row['rerun']['seconds']} s)"
     print(f"  {'; '.join(row['problems']) or 'nothing left over'}; {again}", flush=True)
 

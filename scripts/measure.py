@@ -4,6 +4,8 @@ r"""How much communication an overlapped layer hides: times, figures and device 
     python -m torch.distributed.run --standalone --nproc-per-node 2 scripts/measure.py --output measured \
         [--modes none,kernel:sequential,kernel,kernel:peers] [--backward] [--comm-scale 2] [--compute-scale 2] ...
 
+`--modes` has to name none, kernel:sequential and kernel, which the figures need.
+
 On top of `research_topic_2/compare.py`, with its protocol and flags: in interleaved rounds it measures the sequential
 reference `none`, our own kernels in sequence (`kernel:sequential`), the overlapped modes, both computations without
 exchanges, and the exchanges alone; it then profiles the overlapped modes and the exchanges. What the figures are:
@@ -32,6 +34,11 @@ from compile_overlap.measure.events import communication
 from compile_overlap.measure.intervals import length
 
 SEQUENTIAL = "kernel:sequential"
+LEGEND = (
+    "hidden = (T_none - T) / T_comm; own: the same against kernel:sequential; E = (T_comm + T_compute - T) / the less",
+    "E Flux = 1 - (T - T_best) / (T_none - T_best); exposed = T - T_compute",
+    "T_compute: kernel without its exchanges; T_best: none or kernel without theirs, the faster",
+)
 NO_TRACE = "no device trace: this run is on CPU, where kernels and exchanges share cores and have no lanes"
 
 
@@ -122,9 +129,7 @@ def table(result: dict[str, Any]) -> str:
         shares = ("hidden_fraction", "hidden_fraction_own", "e_overlap", "e_overlap_flux")
         cells = "".join(f"{_percent(figures[share]):>9}" for share in shares)
         lines.append(f"{mode:<{width}}{cells}{figures['exposed_s'] * 1e6:>12.1f}")
-    lines.append(
-        "hidden = (T_none - T) / T_comm; own: against kernel:sequential; E = (T_comm + T_compute - T) / the smaller"
-    )
+    lines += LEGEND
     for mode, trace in result["traces"].items():
         if trace:
             rank = trace["slowest_rank"]

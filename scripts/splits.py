@@ -261,15 +261,16 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict[st
 def table(result: dict[str, Any]) -> str:
     """The record as text; times are medians in milliseconds."""
     whole = result["splits"][0]["passes"]
-    lines = [f"{'split along':<12}{'parts':>5}{'forward':>11}{'':>8}{'with backward':>15}{'':>8}  what differs"]
+    heading = f"{'split along':<12}{'parts':>7}{'forward':>12}{'ratio':>9}{'with backward':>16}{'ratio':>9}"
+    lines = [f"{heading}   what differs"]
     for row in result["splits"]:
         seconds = {name: each["p50_s"] for name, each in row["passes"].items()}
         over = {name: f"{each / whole[name]['p50_s']:.3f}x" for name, each in seconds.items()}
         wrong = (name for name, each in row["compared"].items() if not each["equal"])
         errors = ", ".join(f"{name} {row['compared'][name]['relative_error']:.1e}" for name in wrong)
         lines.append(
-            f"{row['axis'] or 'whole':<12}{row['parts']:>5}{seconds[FORWARD] * 1e3:>11.4f}{over[FORWARD]:>8}"
-            f"{seconds[TRAINING] * 1e3:>15.4f}{over[TRAINING]:>8}  {errors}".rstrip()
+            f"{row['axis'] or 'whole':<12}{row['parts']:>7}{seconds[FORWARD] * 1e3:>12.4f}{over[FORWARD]:>9}"
+            f"{seconds[TRAINING] * 1e3:>16.4f}{over[TRAINING]:>9}   {errors}".rstrip()
         )
     return "\n".join([*lines, "median ms and ratio to the whole; in the last column Frobenius relative errors"])
 

@@ -172,6 +172,20 @@ def test_hidden_fraction_stays_negative_for_a_slower_mode():
     assert summary["kernel"]["exposed_s"] == 5.0
 
 
+@pytest.mark.parametrize("nccl, shown", [
+    ("2.21.5", "0.833x   -50.0%   5000000.0"), (None, "0.833x        -           -"),
+])
+def test_what_is_hidden_is_not_shown_on_cpu(nccl, shown):
+    seconds = {"none": 10.0, "kernel": 12.0, "comp-only:none": 7.0, "exchanges": 4.0}
+    measurements = {name: {"slowest_rank": {"p50_s": value}, "tokens_per_s": 1.0, "forward_tflops": None,
+                           "peak_memory_bytes": [None]} for name, value in seconds.items()}
+    text = compare.table({"pass": "forward", "world_size": 2, "rounds": 1, "environment": {"nccl": nccl}, "failed": {},
+                          "measurements": measurements, "summary": compare.summarize(measurements, ["none", "kernel"]),
+                          "checks": {}, "transports": {}, "plans": {}})
+    assert shown in next(line for line in text.splitlines() if line.startswith("kernel"))
+    assert text.splitlines()[-1].startswith("hidden = " if nccl else "hidden and exposed mean nothing on CPU")
+
+
 @pytest.mark.parametrize("modes", ["kernel", "none,none", "none,fast"])
 def test_comparison_rejects_modes(modes):
     with pytest.raises(ValueError, match="modes="):
