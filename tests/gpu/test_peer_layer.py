@@ -18,9 +18,9 @@ from test_peers import GPUS, SHARING, pytestmark, start  # noqa: F401  the same 
 CASES = [((4, 16, 128, 2), "1", "1"), ((16, 8, 96, 3), "2", "0"), ((64, 16, 640, 2), "2,6", "1")]
 
 
-@inductor_config.patch(dynamic_scale_rblock=False)  # where it is on, timings choose among the reference's blocks
 def _layers(rank, ranks, cases, block):
-    with inductor_config.patch(emulate_precision_casts=block == "pre"):
+    # Where the reference's blocks are scaled, timings choose among them.
+    with inductor_config.patch(dynamic_scale_rblock=False, emulate_precision_casts=block == "pre"):
         return _results(rank, ranks, cases, block)
 
 

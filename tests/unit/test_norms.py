@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 
 from compile_overlap import norms
 from compile_overlap.kernels import exact_gated_norm, inductor_gated_norm
@@ -29,6 +30,17 @@ def agreed(monkeypatch):
 def test_an_order_is_taken_where_all_ranks_found_it(agreed):
     assert agreed(Order(512, 8)) == ("norm512x8",)
     assert agreed(Order(1024, 8)) == () and agreed(None) == ()
+
+
+def test_it_is_probed_anew_where_inductor_rounds_otherwise(agreed, monkeypatch):
+    agreed(Order(512, 8))  # forgets what was agreed before
+    monkeypatch.setattr(norms.groups, "all_ranks", lambda *args: args[-1])
+    layer = torch.nn.Identity()
+    for rounds, order in ((False, Order(512, 8)), (True, None), (False, Order(512, 8))):
+        monkeypatch.setattr(inductor_gated_norm, "order_of", lambda *_, order=order: order)
+        with inductor_config.patch(emulate_precision_casts=rounds):
+            found = norms.agreed(layer, LAYOUT, torch.bfloat16, DEVICE, False, ADD)
+        assert found == (("norm512x8",) if order else ())
 
 
 def test_nothing_is_probed_without_a_gpu_or_a_peer(agreed):
