@@ -11,6 +11,7 @@
 | `A2A_FFN_TRANSPORT` | `collectives`, `peers`               | NCCL, or the peers' memory (default: that among GPUs of one host, where they can) |
 | `A2A_FFN_RANKS_PER_HOST` | a count                       | pretend that so many consecutive ranks make a host, to try several on one (default: found) |
 | `A2A_FFN_OWN_FIRST` | `0`, `1`                              | through the peers' memory, begin with a rank's own rows (default: 0) |
+| `A2A_FFN_HEAD`     | a count of tokens                      | through the peers' memory, dispatch so many before the others; 0: all at once (default: by the plan) |
 | `A2A_FFN_GEMMS`    | `cublas`, `measured`                   | or our own kernel where it is faster (default: measured) |
 | `A2A_FFN_NORM`     | `inductor`, `triton`                   | Inductor's gated norm, or our kernel where it equals it (default: triton) |
 | `A2A_FFN_COSTS`    | `us,GB/s,TFLOP/s`                      | latency, link and GEMM rate to plan with (default: measured on NCCL groups) |
@@ -32,6 +33,7 @@ from . import compat, notice
 from .layout import require
 from .costs import Costs
 from .recipes import BIAS_FORMS, INDUCTOR, RECIPES
+from .schedule import MIN_TOKENS
 
 
 PEERS = "peers"
@@ -39,8 +41,8 @@ CUBLAS = "cublas"
 PREFIX, PLUGIN, PLANS = "A2A_FFN_", "A2A_FFN_KERNEL_PLUGIN", "A2A_FFN_PLANS"
 VARIABLES = (
     "A2A_FFN_CHUNKS", "A2A_FFN_RECIPE", "A2A_FFN_BIAS", "A2A_FFN_GRADIENTS", "A2A_FFN_IN_FLIGHT",
-    "A2A_FFN_RESERVED_SMS", "A2A_FFN_TRANSPORT", "A2A_FFN_RANKS_PER_HOST", "A2A_FFN_OWN_FIRST", "A2A_FFN_GEMMS",
-    "A2A_FFN_NORM", "A2A_FFN_COSTS", "A2A_FFN_DISABLE_PASSES", "A2A_FFN_STRICT",
+    "A2A_FFN_RESERVED_SMS", "A2A_FFN_TRANSPORT", "A2A_FFN_RANKS_PER_HOST", "A2A_FFN_OWN_FIRST", "A2A_FFN_HEAD",
+    "A2A_FFN_GEMMS", "A2A_FFN_NORM", "A2A_FFN_COSTS", "A2A_FFN_DISABLE_PASSES", "A2A_FFN_STRICT",
 )  # fmt: skip
 
 
@@ -63,6 +65,7 @@ class Settings:
     transport: str | None = None
     ranks_per_host: int | None = None
     own_first: bool = False
+    head: int | None = None
     gemms: str | None = None
     norm: str | None = None
     costs: Costs | None = None
@@ -92,6 +95,7 @@ class Settings:
             transport=_one_of("A2A_FFN_TRANSPORT", ("collectives", PEERS)),
             ranks_per_host=_count("A2A_FFN_RANKS_PER_HOST", 1),
             own_first=_one_of("A2A_FFN_OWN_FIRST", ("0", "1")) == "1",
+            head=_head("A2A_FFN_HEAD"),
             gemms=_one_of("A2A_FFN_GEMMS", (CUBLAS, "measured")),
             norm=_one_of("A2A_FFN_NORM", (INDUCTOR, "triton")),
             costs=_costs("A2A_FFN_COSTS"),
@@ -121,6 +125,13 @@ def _count(name: str, least: int) -> int | None:
     fits = text is None or (re.fullmatch("[0-9]{1,6}", text) and int(text) >= least)
     require(fits, name, text, f"a count, from {least} to 999999")
     return None if text is None else int(text)
+
+
+def _head(name: str) -> int | None:
+    count = _count(name, 0)
+    fits = count is None or count == 0 or count >= MIN_TOKENS
+    require(fits, name, count, f"0, or a count of at least {MIN_TOKENS} tokens, fewer than a chunk's")
+    return count
 
 
 def _costs(name: str) -> Costs | None:

@@ -140,6 +140,7 @@ def _transport(P: int, inputs: torch.Tensor, chosen: Plan, settings: Settings) -
         return "none: one rank, the exchange is a local layout change"
     if chosen.peers:
         first = "; the first GEMM begins with the nearest rows" if chosen.own_first else ""
+        first = f"; the first GEMM begins with {chosen.head} tokens" if chosen.head else first
         return f"the peers' memory: put straight into their inboxes, the second GEMM stores what it combines{first}"
     refused = "; the peers' memory was asked for, the log says why not" if settings.transport == PEERS else ""
     return f"functional collectives over {'NCCL' if inputs.is_cuda else 'gloo'}{refused}"

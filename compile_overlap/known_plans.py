@@ -101,7 +101,8 @@ def check(tuned: Plan, problem: Problem, device: torch.device) -> None:
         "it is one of the settings": settings.in_flight in (None, tuned.ahead)
         and settings.reserved_sms in (None, tuned.reserved_sms)
         and not (tuned.peers and settings.transport not in (None, PEERS))
-        and tuned.own_first <= settings.own_first,
+        and tuned.own_first <= settings.own_first
+        and (not tuned.peers or settings.head in (None, tuned.head)),
         "it names no kernels and passes": not tuned.triton and not tuned.disabled,
     }
     wrong = [rule for rule, holds in fits.items() if not holds]

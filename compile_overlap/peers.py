@@ -5,16 +5,17 @@ dispatch, and its results, into which their GEMMs store the rows that they combi
 
     peer_put      my tokens of a chunk, straight from [B,T,D] into each inbox [P*B,l,D]
     peer_take     waits for the rows of all peers, and returns them
-    peer_take_gemm  the first GEMM: of my own rows while the peers' travel, then of theirs; in a group of several hosts
-                  of my host's rows while the other hosts' travel, then of theirs
+    peer_take_gemm  the first GEMM, of the first tokens while the others travel; or of my own rows while the peers'
+                  travel, in a group of several hosts of my host's rows while the other hosts' travel
     peer_rows     the rows that it waited for
     peer_gemm     the second GEMM, stored into everybody's results
     peer_finish   waits until everybody has stored; a private copy of my results
 
-Rows that nothing hides, those of a first chunk, are stored by a kernel (`kernels.store_rows`) on the stream of the
-computation, and all ranks wait for each other. Others are put by copy engines beside the computation, which keeps its
-SMs, with a signal to each owner: those of later chunks, and a first chunk's where its first GEMM begins with the rows
-that are nearest (`Plan.own_first`). Rows for ranks on other hosts, and from them, travel by the group's collectives meanwhile.
+Rows that nothing hides are stored by a kernel (`kernels.store_rows`) on the stream of the computation, and all ranks wait
+for each other: those of a first chunk, or of its first tokens (`Plan.head`), whose GEMM hides the others. Others are put
+by copy engines beside the computation, which keeps its SMs, with a signal to each owner: those of later chunks, of a first
+chunk's other tokens, and all of a first chunk's where its first GEMM begins with the rows that are nearest
+(`Plan.own_first`). Rows for ranks on other hosts, and from them, travel by the group's collectives meanwhile.
 
 When a buffer may be written again, for calls of a layer one after the other on all ranks:
 
@@ -43,6 +44,7 @@ from typing import Callable, Sequence
 
 import torch
 
+from . import ranges
 from .kernels import chunk_gemm_triton, gemm_combine, loaded_library
 from .kernels.store_rows import store_rows
 from .operators import fake_of, operator
@@ -59,48 +61,54 @@ def _memcpy_2d() -> Callable[..., int]:
     return copy
 
 
-def _copy_rows(to: int, source: int, width: int, pitch: int, rows: int, stream: torch.cuda.Stream) -> None:
-    """Copy `rows` pieces of `width` bytes, `pitch` bytes apart, behind one another; by a copy engine."""
-    status = _memcpy_2d()(to, width, source, pitch, width, rows, _DEVICE_TO_DEVICE, stream.cuda_stream)
+def _copy_rows(to: int, source: int, width: int, to_pitch: int, pitch: int, rows: int, stream: torch.cuda.Stream) -> None:
+    """Copy `rows` pieces of `width` bytes, `pitch` bytes apart, to places `to_pitch` bytes apart; by a copy engine."""
+    status = _memcpy_2d()(to, to_pitch, source, pitch, width, rows, _DEVICE_TO_DEVICE, stream.cuda_stream)
     if status:
         raise RuntimeError(f"cudaMemcpy2DAsync failed with status {status}")
 
 
 @operator
 def peer_put(
-    source: torch.Tensor, chunk: int, first: int, length: int, P: int, hidden: bool, alias: str
+    source: torch.Tensor, chunk: int, first: int, length: int, P: int, stored: int, alias: str
 ) -> torch.Tensor:
     """Put tokens `first`..`first`+`length` of each rank's share of `source` [B,P,L,D] into that rank's inbox.
 
-    `hidden`: beside the computation, by copy engines. Chunks are put in their order, beginning with 0. The result holds
-    nothing; what takes the same chunk needs it and `source`, which keeps both alive until then.
+    A kernel stores the first `stored` of them. The others go by copy engines, beside the computation: at once where none
+    are stored, else when `peer_take_gemm` has launched what hides them. Chunks are put in their order, beginning with 0.
+    The result holds nothing; what takes the same chunk needs it and `source`, which keeps both alive until then.
     """
     here = room(alias)
-    current = torch.cuda.current_stream(source.device)
     captured = torch.cuda.is_current_stream_capturing()  # then nothing is sent yet
     if chunk == 0 and not captured:
-        current.wait_event(here.free)
+        torch.cuda.current_stream(source.device).wait_event(here.free)
         _finish_given_up(here, source)
     if here.away is not None:
         here.away.start(("in", chunk), source[:, here.away.index, first : first + length])
-    if not hidden:
-        store_rows(source, here.inbox_addresses, first, length, here.rank)
-        return _nothing(source.dtype, source.device)
-    batch, _, tokens, width = source.shape
-    size = source.element_size()
-    piece, pitch = length * width * size, P * tokens * width * size
-    here.sending.wait_stream(current)
+    if stored:
+        store_rows(source, here.inbox_addresses, first, length, stored, here.rank)
+    else:
+        here.sending.wait_stream(torch.cuda.current_stream(source.device))
+        _send(here, source, chunk, first, length, 0)
+    return _nothing(source.dtype, source.device)
+
+
+@ranges.named
+def _send(here: Room, source: torch.Tensor, chunk: int, first: int, length: int, begin: int) -> None:
+    """Put a chunk's tokens from its `begin`-th on by copy engines, on a stream of their own, and signal to their owners."""
+    batch, P, tokens, width = source.shape
+    size = source.element_size() * width
+    piece, pitch = length * size, P * tokens * size
     with torch.cuda.stream(here.sending):
         for peer, place in (*here.others, (here.rank, None)):
-            to = here.inboxes[peer] + (P * first * width * size + here.rank * piece) * batch
-            begin = source.data_ptr() + (peer * tokens + first) * width * size
-            _copy_rows(to, begin, piece, pitch, batch, here.sending)
+            to = here.inboxes[peer] + (P * first * size + here.rank * piece) * batch + begin * size
+            at = source.data_ptr() + (peer * tokens + first + begin) * size
+            _copy_rows(to, at, (length - begin) * size, piece, pitch, batch, here.sending)
             if place is not None:
                 here.inbox_handle.put_signal(place, channel=chunk, timeout_ms=here.timeout_ms)
     here.sent.setdefault(chunk, torch.cuda.Event()).record(here.sending)
-    if not captured:
+    if not torch.cuda.is_current_stream_capturing():
         here.under_way.add(chunk)
-    return _nothing(source.dtype, source.device)
 
 
 @functools.lru_cache(maxsize=None)
@@ -110,33 +118,29 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 @fake_of(peer_put)
-def _(source, chunk, first, length, P, hidden, alias):
+def _(source, chunk, first, length, P, stored, alias):
     return source.new_empty(0)
 
 
 def _finish_given_up(here: Room, source: torch.Tensor) -> None:
     """Receive what a call that raised on all ranks alike has left under way: a next one would take it for its own."""
     for chunk in sorted(here.under_way):
-        _wait_for_host(here, source, chunk, True)
+        _wait_for_signals(here, source, chunk)
     for key in list(here.away.travelling) if here.away else ():
         here.away.wait(key)
 
 
-def _wait(here: Room, source: torch.Tensor, chunk: int, rows: torch.Tensor, hidden: bool) -> None:
-    """Until the rows of all ranks lie in my inbox, `rows` [P*B,l,D]."""
-    _wait_for_host(here, source, chunk, hidden)
-    _take_away(here, chunk, rows)
+def _wait_for_all(here: Room) -> None:
+    """Until all ranks of this host have stored what they put on the stream of the computation."""
+    here.inbox_handle.barrier(channel=0, timeout_ms=here.timeout_ms)
 
 
-def _wait_for_host(here: Room, source: torch.Tensor, chunk: int, hidden: bool) -> None:
-    """Until the rows of this host's ranks lie in my inbox."""
-    if hidden:
-        torch.cuda.current_stream(source.device).wait_event(here.sent[chunk])
-        for _, place in here.others:
-            here.inbox_handle.wait_signal(place, channel=chunk, timeout_ms=here.timeout_ms)
-        here.under_way.discard(chunk)
-    else:
-        here.inbox_handle.barrier(channel=0, timeout_ms=here.timeout_ms)
+def _wait_for_signals(here: Room, source: torch.Tensor, chunk: int) -> None:
+    """Until the rows that the copy engines of this host's ranks put lie in my inbox."""
+    torch.cuda.current_stream(source.device).wait_event(here.sent[chunk])
+    for _, place in here.others:
+        here.inbox_handle.wait_signal(place, channel=chunk, timeout_ms=here.timeout_ms)
+    here.under_way.discard(chunk)
 
 
 def _take_away(here: Room, chunk: int, rows: torch.Tensor) -> None:
@@ -153,53 +157,66 @@ def _rows(here: Room, source: torch.Tensor, first: int, length: int) -> torch.Te
 
 @operator
 def peer_take(
-    token: torch.Tensor, source: torch.Tensor, chunk: int, first: int, length: int, P: int, hidden: bool, keep: bool,
+    token: torch.Tensor, source: torch.Tensor, chunk: int, first: int, length: int, P: int, stored: int, keep: bool,
     alias: str,
 ) -> torch.Tensor:  # fmt: skip
-    """Wait for a chunk's rows of all peers: [P*B,length,D], block p from rank p; `hidden` as they were put.
+    """Wait for a chunk's rows of all peers: [P*B,length,D], block p from rank p; all or none of them `stored`, as they were put.
 
     A private copy with `keep`; otherwise the inbox itself, to be read before `peer_finish` and never written.
     """
     here = room(alias)
     rows = _rows(here, source, first, length)
-    _wait(here, source, chunk, rows, hidden)
+    if stored:
+        _wait_for_all(here)
+    else:
+        _wait_for_signals(here, source, chunk)
+    _take_away(here, chunk, rows)
     return rows.clone() if keep else rows
 
 
 @fake_of(peer_take)
-def _(token, source, chunk, first, length, P, hidden, keep, alias):
+def _(token, source, chunk, first, length, P, stored, keep, alias):
     return source.new_empty((P * source.shape[0], length, source.shape[3]))
 
 
 @operator
 def peer_take_gemm(
     token: torch.Tensor, source: torch.Tensor, right: torch.Tensor, chunk: int, first: int, length: int, P: int,
-    triton: bool, alias: str,
+    stored: int, triton: bool, alias: str,
 ) -> torch.Tensor:  # fmt: skip
-    """`bmm` of a chunk's rows of all ranks and `right` [l,D,N], the nearest rows first: [l,P*B,N]. The chunk was put hidden.
+    """`bmm` of a chunk's rows of all ranks and `right` [l,D,N]: [l,P*B,N]; by our kernel with `triton`, else by cuBLAS.
 
-    By our kernel with `triton`, else by cuBLAS.
+    In parts, each multiplied when it has arrived: the `stored` tokens and the others, or, where none were stored, the
+    nearest rows and the others.
     """
     here = room(alias)
     batch = source.shape[0]
     product = source.new_empty((length, P * batch, right.shape[2]))
     rows = _rows(here, source, first, length)
+    if stored:
+        here.sending.wait_stream(torch.cuda.current_stream(source.device))
+        _wait_for_all(here)
+        multiply_into(product[:stored], rows[:, :stored], right[:stored], triton)
+        _send(here, source, chunk, first, length, stored)
+        _wait_for_signals(here, source, chunk)
+        multiply_into(product[stored:], rows[:, stored:], right[stored:], triton)
+        return product
     near, far = parts_of(here.rank, here.domain, batch, P)
     if here.away is None:
-        multiply_into(product, near[0], source[:, here.rank, first : first + length], right, triton)
-        _wait_for_host(here, source, chunk, True)
+        multiply_into(product[:, near[0]], source[:, here.rank, first : first + length], right, triton)
+        _wait_for_signals(here, source, chunk)
     else:
-        _wait_for_host(here, source, chunk, True)
+        _wait_for_signals(here, source, chunk)
         for block in near:
-            multiply_into(product, block, rows[block], right, triton)
+            multiply_into(product[:, block], rows[block], right, triton)
         _take_away(here, chunk, rows)
     for block in far:
-        multiply_into(product, block, rows[block], right, triton)
+        multiply_into(product[:, block], rows[block], right, triton)
     return product
 
 
 @fake_of(peer_take_gemm)
-def _(token, source, right, chunk, first, length, P, triton, alias):
+def _(token, source, right, chunk, first, length, P, stored, triton, alias):
     return source.new_empty((length, P * source.shape[0], right.shape[2]))
 
 
@@ -219,26 +236,33 @@ def parts_of(rank: int, domain: tuple[int, ...], batch: int, P: int) -> tuple[li
     return near, far
 
 
-def multiply_into(product: torch.Tensor, block: slice, rows: torch.Tensor, right: torch.Tensor, triton: bool) -> None:
-    """`product` [l,n,N] at rows `block` = `rows` [.,l,D] @ `right` [l,D,N]."""
+def multiply_into(product: torch.Tensor, rows: torch.Tensor, right: torch.Tensor, triton: bool) -> None:
+    """`product` [l,n,N], a part of a larger one, = `rows` [n,l,D] @ `right` [l,D,N]."""
     multiply = chunk_gemm_triton.bmm_into if triton else torch.bmm
-    multiply(rows.transpose(0, 1), right, out=product[:, block])
+    multiply(rows.transpose(0, 1), right, out=product)
 
 
 def parts_agree(
-    length: int, batch: int, P: int, rank: int, domain: tuple[int, ...], inner: int, columns: int, transposed: bool,
-    triton: bool, dtype: torch.dtype, device: torch.device,
+    length: int, head: int, batch: int, P: int, rank: int, domain: tuple[int, ...], inner: int, columns: int,
+    transposed: bool, triton: bool, dtype: torch.dtype, device: torch.device,
 ) -> bool:  # fmt: skip
-    """Whether `peer_take_gemm`'s parts equal the product of all rows at once, on random operands of these shapes."""
+    """Whether `peer_take_gemm`'s parts equal the product of all rows at once, on random operands of these shapes.
+
+    The parts are the first `head` tokens and the others, or with 0 the nearest rows and the others.
+    """
     draw = functools.partial(torch.randn, dtype=dtype, device=device, generator=torch.Generator(device).manual_seed(0))
     rows, source = draw((P * batch, length, inner)), draw((batch, P, length, inner))
-    near, far = parts_of(rank, domain, batch, P)
-    own = slice(rank * batch, (rank + 1) * batch)
-    rows[own] = source[:, rank]
     right = draw((length, columns, inner)).transpose(1, 2) if transposed else draw((length, inner, columns))
     product = rows.new_empty((length, P * batch, columns))
-    for block in (*near, *far):
-        multiply_into(product, block, source[:, rank] if block == own else rows[block], right, triton)
+    if head:
+        for part in (slice(head), slice(head, length)):
+            multiply_into(product[part], rows[:, part], right[part], triton)
+    else:
+        near, far = parts_of(rank, domain, batch, P)
+        own = slice(rank * batch, (rank + 1) * batch)
+        rows[own] = source[:, rank]
+        for block in (*near, *far):
+            multiply_into(product[:, block], source[:, rank] if block == own else rows[block], right, triton)
     return torch.equal(product, chunk_gemm_triton.product(rows.transpose(0, 1), right, triton))
 
 

@@ -13,12 +13,11 @@ from .config import Settings
 from .layout import Layout, require
 from .costs import Costs
 from .machines import Gpu, Machine, machine as machine_of
-from .schedule import Plan
+from .schedule import MIN_TOKENS, Plan
 from .simulate import Case, simulate
 
 DEFAULT_CHUNKS = 4
 CANDIDATE_CHUNKS = (1, 2, 4, 8)
-MIN_TOKENS = 2
 SMALLEST_END = 4096  # rows of all tokens of a chunk, below which its GEMMs fill an H200 badly
 # From this ratio of an exchange to its chunk's computation on, GEMMs leave SMs to NCCL's kernels (1.38x -> 1.52x over
 # host shared memory); over NVLink (1/16) the exchanges are short and the SMs worth more.
@@ -26,6 +25,13 @@ RESERVING_RATIO_16THS = 4
 RESERVED_SMS = 16
 MAX_RATIO_16THS = 1024
 CPU_PER_GEMM = 1.2  # a CPU's forward computation over its GEMMs
+HEADS = (2, 3, 4, 6, 8)  # tokens of a first chunk that may be dispatched before the others
+# What that must save by prediction for each copy, signal and wait, of which there are three a rank: as much as they cost
+# the host, which bounds the calls of small layers.
+HEAD_LAUNCH_S = 5e-6
+# The host's time for an exchange through the peers' memory, by its pieces (on an H200's host, `small_host.log`): the
+# simulator's own was fitted to eager calls of small layers, all of whose host time it holds.
+PEER_S = 7e-5
 AS_FAST = 0.01  # predictions that lie so close are not told apart (the model's error is larger): fewer chunks win
 
 
@@ -135,18 +141,37 @@ def _candidate_sizes(layout: Layout, settings: Settings, quantum: int) -> Iterat
                 yield (end, *(inner + (i < rest) for i in range(between)), end)
 
 
-def peer_plan(layout: Layout, device: str, settings: Settings) -> Plan:
-    """The plan of a layer that exchanges through the peers' memory: one chunk, unless asked otherwise.
+def peer_plan(layout: Layout, device: str, settings: Settings, training: bool, element_size: int) -> Plan:
+    """The plan of a layer that exchanges through the peers' memory of one host: one chunk, unless asked otherwise.
 
-    Tiles are combined as they are done, so there is only the dispatch to hide: 0.12 ms of the default workload's on
-    H200s, under the GEMM of the rank's own rows if that is asked for. It is not the default: in the one comparison,
-    the eager forward on two H200s, two GEMMs, copies and signals cost 0.12 ms more than they hid.
+    Tiles are combined as they are done, so there is only the dispatch to hide: 0.12 ms of the default workload's on H200s,
+    under the first GEMM of its first tokens, whose count is the best by simulation (`Plan.head`), or under that of the
+    rank's own rows if it is asked for. That is not the default: in the one comparison, the eager forward on two H200s,
+    it cost 0.12 ms more than it hid, since half of the rows fill the GEMM's tiles badly.
     """
     quantum = border_quantum(device, layout.rows, layout.H)
     asked = settings.sizes or settings.chunks
     sizes = chunk_sizes(layout.L, layout.P, settings, quantum) if asked else (layout.L,)
     ahead, own_first = settings.in_flight or Plan.ahead, settings.own_first
-    return Plan(sizes, ratio_16ths=1, ahead=ahead, peers=True, own_first=own_first, disabled=settings.disabled_passes)
+    plan = Plan(sizes, ratio_16ths=1, ahead=ahead, peers=True, own_first=own_first, disabled=settings.disabled_passes)
+    if own_first:
+        return plan
+    if settings.head is None:
+        return replace(plan, head=_head(layout, plan, training, element_size))
+    asked = replace(plan, head=settings.head)
+    return asked if any(asked.stored(size) < size for size in sizes) else plan
+
+
+@functools.lru_cache(maxsize=1024)
+def _head(layout: Layout, plan: Plan, training: bool, element_size: int) -> int:
+    """The `Plan.head` of the shortest simulation on H200s; 0 unless it saves enough."""
+    heads = [head for head in HEADS if plan.sizes[0] - head >= MIN_TOKENS]
+    plans = [plan, *(replace(plan, head=head) for head in heads)]
+    machine = machine_of()
+    machine = replace(machine, stack=replace(machine.stack, peer_s=PEER_S))
+    times = [simulate(Case(machine, layout, each, training, element_size)).total for each in plans]
+    best = min(range(len(plans)), key=times.__getitem__)
+    return plans[best].head if times[best] <= times[0] - 3 * layout.P * HEAD_LAUNCH_S else 0
 
 
 def exact_gradients(device: str, settings: Settings) -> bool:

@@ -57,8 +57,9 @@ def from_json(value: Any) -> Plan:
     plan = Plan(**{name: tuple(each) if isinstance(each, list) else each for name, each in read.items()})
     if not plan.sizes or min(plan.sizes) < 1 or plan.ratio_16ths < 1 or plan.ahead < 1:
         raise ValueError(f"plan = {plan}: must be chunks of a token or more, ratio and in-flight budget of at least 1")
-    if plan.own_first and not plan.peers or Plan.parse(str(plan)) != plan:
-        raise ValueError(f"plan = {plan}: must be one that its text says; own-first goes with peers")
+    parts = plan.own_first + (plan.head > 0)
+    if parts > plan.peers or Plan.parse(str(plan)) != plan:
+        raise ValueError(f"plan = {plan}: must be one that its text says; own-first or head, not both, go with peers")
     return plan
 
 

@@ -37,13 +37,14 @@ def _here(number: int, chunk: int | None) -> str:
     return exchange(number, chunk, torch._C._current_graph_task_id() != -1)
 
 
-def _put(source: Any, chunk: int, first: int, length: int, P: int, hidden: bool, alias: str) -> str:
+def _put(source: Any, chunk: int, first: int, length: int, P: int, stored: int, alias: str) -> str:
     _CHUNK_AT[alias, first] = chunk
     return _here(1, chunk)
 
 
 _NAMES: dict[str, Callable[..., str]] = {
     "peer_put": _put,
+    "_send": lambda here, source, chunk, *_: _here(1, chunk),
     "peer_take": lambda token, source, chunk, *_: f"wait {_here(1, chunk)}",
     "peer_take_gemm": lambda token, source, right, chunk, *_: f"gemm, wait {_here(1, chunk)}",
     "peer_gemm": lambda left, right, bias, form, first, tokens, P, alias: _here(2, _CHUNK_AT.get((alias, first))),

@@ -31,6 +31,8 @@ from typing import NamedTuple
 FORWARD, BACKWARD = "forward", "backward"
 START, WAIT, GEMM, FREE = "start", "wait", "gemm", "free"
 
+MIN_TOKENS = 2  # of a batched GEMM: one of a single matrix takes another cuBLAS path and rounds differently
+
 # Shares of a token's forward computation at the default workload on an H200: GEMMs 2.7 ms of 4.1, epilogue the rest.
 _GEMM, _EPILOGUE = 0.35, 0.3
 
@@ -43,7 +45,8 @@ class Plan:
     `ahead`: chunks whose first exchange may be in flight or unread beyond the one that is computed: the in-flight
     budget. `backlog`: chunks whose weight gradients may be owed. `reserved_sms`: SMs that GEMMs leave to the exchanges.
     `peers`: exchanges go through the peers' memory instead of collectives. `own_first`: there, the first chunk's first
-    GEMM begins with the rank's own rows, or its host's if there are several. `triton`: what runs by our kernels instead of
+    GEMM begins with the rank's own rows, or its host's if there are several. `head`: there, it begins with so many tokens,
+    which are stored at once; 0 for all. `triton`: what runs by our kernels instead of
     the compiler's choice: `forward`, `backward`, each chunk's first GEMM there; `norm1024x8`, the gated norm, summed in
     that order. `disabled`: passes that are switched off.
     """
@@ -55,14 +58,20 @@ class Plan:
     reserved_sms: int = 0
     peers: bool = False
     own_first: bool = False
+    head: int = 0
     triton: tuple[str, ...] = ()
     disabled: tuple[str, ...] = ()
+
+    def stored(self, size: int) -> int:
+        """Tokens of a first chunk of `size` that are stored at once: all where `head` does not leave enough for a GEMM."""
+        return self.head if MIN_TOKENS <= self.head <= size - MIN_TOKENS else size
 
     def __str__(self) -> str:
         triton = f" triton={','.join(self.triton)}" if self.triton else ""
         off = f" off={','.join(self.disabled)}" if self.disabled else ""
         numbers = f"r{self.ratio_16ths} a{self.ahead} b{self.backlog} s{self.reserved_sms}"
         transport = f"{' peers' if self.peers else ''}{' own-first' if self.own_first else ''}"
+        transport += f" head={self.head}" if self.head else ""
         return f"{','.join(map(str, self.sizes))} {numbers}{transport}{triton}{off}"
 
     @classmethod
@@ -71,12 +80,12 @@ class Plan:
         size, count, name = "[1-9][0-9]{0,8}", "([0-9]{1,9})", "[a-z][a-z0-9-]*"
         numbers = f"({size}(?:,{size})*) r{count} a{count} b{count} s{count}"
         names = f"({name}(?:,{name})*)"
-        found = re.fullmatch(f"{numbers}( peers)?( own-first)?(?: triton={names})?(?: off={names})?", text)
+        found = re.fullmatch(f"{numbers}( peers)?( own-first)?(?: head=({size}))?(?: triton={names})?(?: off={names})?", text)
         if found is None:
             raise ValueError(f"plan = {text!r}: must be sizes, ratio, ahead and backlog, such as '8,8 r4 a2 b1 s0'")
-        sizes, *numbers, peers, own_first, triton, disabled = found.groups()
+        sizes, *numbers, peers, own_first, head, triton, disabled = found.groups()
         names = (tuple(text.split(",")) if text else () for text in (triton, disabled))
-        return cls(tuple(map(int, sizes.split(","))), *map(int, numbers), bool(peers), bool(own_first), *names)
+        return cls(tuple(map(int, sizes.split(","))), *map(int, numbers), bool(peers), bool(own_first), int(head or 0), *names)
 
 
 class Work(NamedTuple):

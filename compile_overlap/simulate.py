@@ -9,8 +9,9 @@ The steps are those of `schedule.build`, the value that the passes follow. They 
 
 Collectives: one communicator runs its exchanges in order, each on both lanes. While NCCL's kernels run, a GEMM has
 fewer SMs; without reserved SMs a combine that is ready when the next GEMM begins starts behind it, and other
-exchanges are slower beside computation. Through the peers' memory: dispatches are stores and copies without a pack, a
-combine travels while the second GEMM computes; between hosts both are collectives.
+exchanges are slower beside computation. Through the peers' memory: dispatches are stores and copies without a pack, the
+first one in two parts if the plan says so (`Plan.head`); a combine travels while the second GEMM computes; between hosts
+both are collectives.
 
 Everything here is simulated. A duration follows from the case alone, not from what happens to run at a time, so a
 faster link, GPU or host never makes the total longer.
@@ -221,7 +222,8 @@ class _Run:
             return
         ends = ()
         if peers and self.local_share:
-            ends = (self.by_memory(step, label, after),)
+            stored = self.head_of(step.chunk) if step.exchange == 1 else self.plan.sizes[step.chunk]
+            ends = (self.by_memory(step, label, after, stored),)
         if not peers or self.remote_share:
             issued = self.issue(label, self.software.collective_s)
             self.held = _Exchange(step, label, (*after, issued), beside, ends)
@@ -252,13 +254,22 @@ class _Run:
                 self.stolen += link.sm_share * seconds
         self.ends[held.step.chunk, held.step.exchange] = ends
 
-    def by_memory(self, step: Step, label: str, after: tuple[int, ...]) -> int:
+    def head_of(self, chunk: int) -> int:
+        """Tokens of a chunk that must have arrived before its first GEMM can begin."""
+        size = self.plan.sizes[chunk]
+        in_parts = self.plan.peers and not chunk and self.case.exchanged and self.local_share and not self.remote_share
+        return self.plan.stored(size) if in_parts else size
+
+    def by_memory(self, step: Step, label: str, after: tuple[int, ...], tokens: int) -> int:
         """Stores or copies into the memory of the host's peers; a combine's are those of the GEMM before it."""
         rate = self.machine.memory_bytes_per_s
         if rate is None:
             raise ValueError(f"plan = {self.plan}: GPUs of {self.machine.local.name} cannot address each other")
-        seconds = self.payload(step.chunk) * self.local_share * self.case.itemsize / rate
-        if step.exchange == 2:
+        share = tokens / self.plan.sizes[step.chunk] * self.local_share
+        seconds = share * self.payload(step.chunk) * self.case.itemsize / rate
+        if step.kind == GEMM:
+            after = (*after, self.issue(label, 3 * self.layout.P * self.software.launch_s))  # copies, signals, waits
+        elif step.exchange == 2:
             before = self.intervals[self.second_gemm].cause
             after = (before,) if before >= 0 else ()
         else:
@@ -282,6 +293,12 @@ class _Run:
         if second and self.plan.peers:
             seconds /= stack.peer_gemms
             self.issue(label, stack.peer_s / 2)
+        size, head = self.plan.sizes[step.chunk], self.head_of(step.chunk)
+        if head < size and (step.kind, step.index) == (GEMM, 0):
+            seconds = self.gemm_seconds(step, size - head) / self.software.gemms
+            first = self.gemm_seconds(step, head) / self.software.gemms
+            self.compute(step.kind, f"{label} (head)", first, step.reason)
+            self.arrived = (self.by_memory(step, "the other tokens", self.ends[step.chunk, 1], size - head),)
         done = self.compute(step.kind, label, seconds, step.reason)
         if second:
             self.second_gemm = done
@@ -292,9 +309,9 @@ class _Run:
             norm += stack.chunk_seconds(self.name) * (step.chunk > 0)
             self.compute(NORM, f"norm {step.chunk}", norm, "between the GEMMs", self.software.epilogue_kernels)
 
-    def gemm_seconds(self, step: Step) -> float:
-        """A chunk's GEMM by the GPU's best kernel."""
-        batch, (rows, inner, columns) = self.plan.sizes[step.chunk], self.shapes[step.kind, step.index]
+    def gemm_seconds(self, step: Step, tokens: int | None = None) -> float:
+        """A chunk's GEMM, or that of some of its tokens, by the GPU's best kernel."""
+        batch, (rows, inner, columns) = tokens or self.plan.sizes[step.chunk], self.shapes[step.kind, step.index]
         gpu, reserved, itemsize = self.machine.gpu, self.plan.reserved_sms, self.case.itemsize
         if not self.case.by_rows:
             return gpu.gemm_seconds(batch, rows, inner, columns, itemsize, reserved)

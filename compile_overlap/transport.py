@@ -42,12 +42,13 @@ def _completed(group, rank: int, device: torch.device, problem: Problem, chosen:
     if recipe == INDUCTOR and settings.norm != INDUCTOR:
         own += norms.agreed(group, layout, dtype, device, training, bias)
     chosen = replace(chosen, triton=own)
-    if chosen.own_first and not _own_first_agrees(
+    if (chosen.own_first or chosen.head) and not _parts_agree(
         group, layout, chosen, dtype, device, training, bias, settings.ranks_per_host
     ):
-        chosen = replace(chosen, own_first=False)
-    if settings.own_first and chosen.peers and not chosen.own_first and rank == 0:
-        notice.warn_once("A2A_FFN_OWN_FIRST=1 is without effect: no first GEMM equals itself in parts")
+        chosen = replace(chosen, own_first=False, head=0)
+    asked = (settings.own_first and not chosen.own_first) or (settings.head and not chosen.head)
+    if asked and chosen.peers and rank == 0:
+        notice.warn_once("A2A_FFN_OWN_FIRST, A2A_FFN_HEAD are without effect: no first GEMM has such parts, or equals itself in them")
     return chosen
 
 
@@ -72,7 +73,7 @@ def candidates(
     """The plans worth timing for a layer, the unchunked one first: all ranks of the group call this together.
 
     The `most` best through collectives, by prediction (None: all), and through the peers' memory, where the settings
-    leave or ask for it and the group can, whole and in two chunks.
+    leave or ask for it and the group can, whole and in two chunks, the first dispatch in parts and as a whole.
     """
     layout, dtype, training, _, bias, _, settings = problem
     chosen = []
@@ -82,6 +83,8 @@ def candidates(
             hosts = settings.ranks_per_host
             if _obstacle(group, layout, dtype, device, training, bias, by_peers.sizes, hosts) is None:
                 chosen.append(by_peers)
+                if by_peers.head and settings.head is None:
+                    chosen.append(replace(by_peers, head=0))
     if settings.transport != PEERS or not chosen:
         chosen += _ranked(group, layout, dtype, device, training, settings, most)
     chosen.sort(key=lambda each: (len(each.sizes) > 1, each.peers))
@@ -129,7 +132,7 @@ def _peers_by_default(group, device: torch.device, problem: Problem) -> bool:
 def _by_peers(group, layout, dtype, device, training, settings) -> Plan:
     """On one host a plan for it; where a part goes through collectives, these are what there is to hide."""
     if len(rooms.domain_of(group, layout.P, device, settings.ranks_per_host)) == layout.P:
-        return plan.peer_plan(layout, device.type, settings)
+        return plan.peer_plan(layout, device.type, settings, training, dtype.itemsize)
     chosen = _by_collectives(group, layout, dtype, device, training, settings)
     return replace(chosen, peers=True, own_first=settings.own_first, reserved_sms=0)
 
@@ -181,14 +184,17 @@ def _gemms(layout: Layout, training: bool, bias: str, sizes: tuple[int, ...]) ->
             yield size, layout.rows, 2 * layout.H, layout.D, True, gemm_combine.NO_BIAS
 
 
-def _own_first_agrees(
+def _parts_agree(
     group, layout: Layout, chosen: Plan, dtype, device, training: bool, bias: str, per_host: int | None
 ) -> bool:
-    """Whether a first GEMM in parts, the nearest rows and the others, equals the whole one; decided once by all ranks."""
-    decided = _OWN_FIRST.setdefault(dist.group.WORLD if group is None else group, {})
-    key = (layout, chosen.sizes, chosen.triton, dtype, device, training, bias, per_host)
+    """Whether a first GEMM in the plan's parts equals the whole one; decided once by all ranks."""
+    decided = _IN_PARTS.setdefault(dist.group.WORLD if group is None else group, {})
+    key = (layout, chosen.sizes, chosen.head, chosen.triton, dtype, device, training, bias, per_host)
     if key not in decided:
         domain = rooms.domain_of(group, layout.P, device, per_host)
+        # Which chunk is first depends on the direction.
+        heads = {size: 0 if chosen.own_first else chosen.stored(size) for size in chosen.sizes}
+        heads = {size: head for size, head in heads.items() if head < size}
 
         def check():
             rank = dist.get_rank(group)
@@ -196,11 +202,11 @@ def _own_first_agrees(
             directions += ((BACKWARD, layout.D, layout.H),) if training else ()
             return bool(directions) and all(
                 peers.parts_agree(
-                    size, layout.B, layout.P, rank, domain, inner, columns, direction == BACKWARD,
+                    size, head, layout.B, layout.P, rank, domain, inner, columns, direction == BACKWARD,
                     direction in chosen.triton, dtype, device,
                 )
                 for direction, inner, columns in directions
-                for size in set(chosen.sizes)  # which chunk is first depends on the direction
+                for size, head in heads.items()
             )  # fmt: skip
 
         agree, _ = groups.attempt(group, layout.P, device, check)
@@ -208,13 +214,13 @@ def _own_first_agrees(
     return decided[key]
 
 
-_OWN_FIRST: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = weakref.WeakKeyDictionary()
+_IN_PARTS: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = weakref.WeakKeyDictionary()
 
 
 def reset() -> None:
     """Forget what was decided and measured. Buffers stay: an outer `torch.compile`'s code and backwards to come use them."""
     _DECIDED.clear()
-    _OWN_FIRST.clear()
+    _IN_PARTS.clear()
     gemms.reset()
     known_plans.reset()
     norms.reset()

@@ -5,8 +5,9 @@ Contract
             says so (`Plan.peers`) are touched
     out     for each chunk
             - `peer_put` in place of the pack and start of the first exchange, `peer_take` in place of its wait; where the
-              plan begins with a rank's own rows (`Plan.own_first`), for the first chunk `peer_take_gemm` in place of the
-              wait and the first GEMM, if that is a `bmm`, and `peer_rows` for what else reads the rows
+              plan begins with some tokens (`Plan.head`) or a rank's own rows (`Plan.own_first`), for the first chunk
+              `peer_take_gemm` in place of the wait and the first GEMM, if that is a `bmm`, and `peer_rows` for what else
+              reads the rows
             - `peer_gemm` in place of the last GEMM on the way, its bias, the pack and start of the second exchange
             and one `peer_finish` in place of the waits of all second exchanges and the concatenation of their rows
             (see `compile_overlap.peers`); the order is kept
@@ -152,23 +153,25 @@ class _Lowering:
         expected = ((P, B, chunk.size, D), (L * D, P * L * D, D, 1))
         if source.numel() != B * P * L * D or not source.is_contiguous() or rest or not _same(packed, *expected):
             raise UnknownStructure(f"{start.name}: sends {_layout(packed)} of {_layout(source)}, not a slice of tokens")
-        first_gemm = self._begun_with_own_rows(chunk) if index == 0 else None
+        first_gemm = self._begun_in_parts(chunk) if index == 0 else None
         readers = _readers(wait)
         keep = not readers <= {*chunk.gemms, *chunk.free} or any(self.place[each] > self.place[self.last] for each in readers)
         which = (first, chunk.size, P)
         with self.graph.inserting_before(start):
             shaped = self.graph.call_function(aten.reshape.default, (base, [B, P, L, D]))
             shaped.meta["val"] = source.reshape(B, P, L, D)
-            hidden = index > 0 or first_gemm is not None
-            put = self.graph.call_function(ops.peer_put.default, (shaped, index, *which, hidden, self.alias))
+            stored = chunk.size if index == 0 else 0
+            if first_gemm is not None:
+                stored = 0 if self.layer.plan.own_first else self.layer.plan.stored(chunk.size)
+            put = self.graph.call_function(ops.peer_put.default, (shaped, index, *which, stored, self.alias))
             put.meta["val"] = source.new_empty(0)
         with self.graph.inserting_before(wait):
             if first_gemm is None:
-                arguments = (put, shaped, index, *which, hidden, keep, self.alias)
+                arguments = (put, shaped, index, *which, stored, keep, self.alias)
                 rows = self.graph.call_function(ops.peer_take.default, arguments)
             else:
                 triton = first_gemm.target is not aten.bmm.default
-                arguments = (put, shaped, first_gemm.args[1], index, *which, triton, self.alias)
+                arguments = (put, shaped, first_gemm.args[1], index, *which, stored, triton, self.alias)
                 product = self.graph.call_function(ops.peer_take_gemm.default, arguments)
                 product.meta["val"] = first_gemm.meta["val"]
                 self._replace(first_gemm, product)
@@ -177,9 +180,11 @@ class _Lowering:
         self._replace(wait, rows)
         return first
 
-    def _begun_with_own_rows(self, chunk: Chunk) -> torch.fx.Node | None:
-        """The chunk's first GEMM, if the plan begins it with the rank's own rows and it multiplies what has arrived."""
-        gemm = chunk.gemms[0] if self.layer.plan.own_first and len(chunk.gemms) > 1 else None
+    def _begun_in_parts(self, chunk: Chunk) -> torch.fx.Node | None:
+        """The chunk's first GEMM, if the plan begins it before all rows are there and it multiplies what has arrived."""
+        plan = self.layer.plan
+        parts = plan.own_first or plan.stored(chunk.size) < chunk.size
+        gemm = chunk.gemms[0] if parts and len(chunk.gemms) > 1 else None
         if gemm is None or gemm.target not in (aten.bmm.default, ops.chunk_bmm_triton.default):
             return None
         node, value = gemm.args[0], None

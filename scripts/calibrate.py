@@ -30,6 +30,7 @@ import argparse
 import re
 import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple
 
@@ -176,7 +177,7 @@ def plan_of(found: Configuration, mode: str, machine: Machine) -> Plan | None:
     if name == NONE:
         return None
     settings = {key.removeprefix("A2A_FFN_"): value for key, value in (found.settings or {})[name].items()}
-    if set(settings) - {"CHUNKS", "TRANSPORT", "OWN_FIRST", "STRICT"}:
+    if set(settings) - {"CHUNKS", "TRANSPORT", "OWN_FIRST", "HEAD", "STRICT"}:
         raise KeyError(mode)
     if name in found.plans:
         if found.plans[name] is None:  # the reference answered
@@ -187,7 +188,7 @@ def plan_of(found: Configuration, mode: str, machine: Machine) -> Plan | None:
         sizes = PLANS[found.link, found.training]
     asked = Settings(chunks=sizes[0]) if len(sizes) == 1 else Settings(sizes=sizes)
     if settings.get("TRANSPORT") == "peers":
-        return plan.peer_plan(found.layout, "cuda", asked)
+        return plan.peer_plan(found.layout, "cuda", replace(asked, head=0), found.training, found.itemsize)
     costs = Costs(machine.local.latency_s, machine.local.bytes_per_s, machine.gpu.flops_per_s * PROBE_SHARE)
     return plan.make_plan(found.layout, found.itemsize, "cuda", found.training, asked, rounded(costs))
 

@@ -76,7 +76,7 @@ class Question:
     def plan(self) -> Plan:
         """What the layer takes there; through the peers' memory, collectives' chunks where hosts are several."""
         if self.transport == PEERS and self.machine.hosts(self.P) == 1:
-            return plan.peer_plan(self.layout, "cuda", self.settings)
+            return plan.peer_plan(self.layout, "cuda", self.settings, self.training, 2)
         chosen = plan.ranked_on(self.machine, self.layout, 2, "cuda", self.training, self.settings)[0]
         return replace(chosen, peers=True, reserved_sms=0) if self.transport == PEERS else chosen
 

@@ -23,7 +23,7 @@ def install() -> None:
     _sent.clear()
     _stored.clear()
     transport._obstacle = lambda *_: None
-    transport._own_first_agrees = lambda *_: True
+    transport._parts_agree = lambda *_: True
 
 
 def _exchange(send: torch.Tensor) -> torch.Tensor:
@@ -33,7 +33,7 @@ def _exchange(send: torch.Tensor) -> torch.Tensor:
 
 
 @torch.library.impl(_ON_CPU, "peer_put", "CPU")
-def _put(source, chunk, first, length, P, hidden, alias):
+def _put(source, chunk, first, length, P, stored, alias):
     B, _, _, D = source.shape
     assert source.is_contiguous() and chunk not in _sent
     _sent[chunk] = source[:, :, first : first + length].transpose(0, 1).reshape(P * B, length, D)
@@ -41,13 +41,14 @@ def _put(source, chunk, first, length, P, hidden, alias):
 
 
 @torch.library.impl(_ON_CPU, "peer_take", "CPU")
-def _take(token, source, chunk, first, length, P, hidden, keep, alias):
-    assert hidden or chunk == 0
+def _take(token, source, chunk, first, length, P, stored, keep, alias):
+    assert stored == (0 if chunk else length)
     return _exchange(_sent.pop(chunk))
 
 
 @torch.library.impl(_ON_CPU, "peer_take_gemm", "CPU")
-def _take_gemm(token, source, right, chunk, first, length, P, triton, alias):
+def _take_gemm(token, source, right, chunk, first, length, P, stored, triton, alias):
+    assert chunk == 0 and 0 <= stored < length
     _arrived[first] = _exchange(_sent.pop(chunk))
     return torch.bmm(_arrived[first].transpose(0, 1), right)
 

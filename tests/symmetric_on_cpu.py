@@ -125,13 +125,12 @@ def _store(address, rows):
     ctypes.memmove(address, rows.data_ptr(), rows.numel() * rows.element_size())
 
 
-def _store_rows(source, addresses, first, length, rank):
+def _store_rows(source, addresses, first, length, stored, rank):
     batch, P, _, width = source.shape
     for peer, address in enumerate(addresses.tolist()):
-        rows = source[:, peer, first : first + length].contiguous()
-        begin = (P * batch * first + rank * batch * length) * width * source.element_size()
-        if address:
-            _store(address + begin, rows)
+        for b in range(batch if address else 0):
+            begin = (P * batch * first + (rank * batch + b) * length) * width * source.element_size()
+            _store(address + begin, source[b, peer, first : first + stored].contiguous())
 
 
 def _gemm_combine(left, right, bias, addresses, batch, tokens, row, bias_form):

@@ -1,6 +1,8 @@
 """Rows of a tensor stored straight into the inboxes of the ranks that they belong to, by one kernel.
 
-    inbox of rank p: [rank*B + b, l, :] of the chunk's [P*B,length,D] = source[b, p, first+l, :]        source [B,P,L,D]
+    inbox of rank p: [rank*B + b, l, :] of the chunk's [P*B,length,D] = source[b, p, first+l, :],  l < stored
+
+with source [B,P,L,D].
 
 For exchanges that nothing hides: while they run the multiprocessors have nothing else to do, and one launch takes the
 place of a copy and a signal for each peer on a stream of its own. A piece of the source, its rows for one peer, lies
@@ -24,28 +26,30 @@ except ImportError:
 _BLOCK, _WARPS = 2048, 4
 
 
-def store_rows(source: torch.Tensor, addresses: torch.Tensor, first: int, length: int, rank: int) -> None:
-    """Store tokens `first`..`first`+`length` of `source` [B,P,L,D], contiguous; `addresses` [P], int64, on the device,
-    of 16 bytes' alignment; nothing is stored for ranks whose address is 0.
+def store_rows(source: torch.Tensor, addresses: torch.Tensor, first: int, length: int, stored: int, rank: int) -> None:
+    """Store the first `stored` of the chunk's tokens `first`..`first`+`length` of `source` [B,P,L,D], contiguous.
 
-    The inboxes hold chunks behind one another: this one begins P*B*first*D elements behind the address.
+    `addresses` [P], int64, on the device, of 16 bytes' alignment; nothing is stored for ranks whose address is 0. The
+    inboxes hold chunks behind one another: this one begins P*B*first*D elements behind the address.
     """
-    _launch(source.shape, first, length, rank, source.dtype, source.device)(source, addresses)
+    _launch(source.shape, first, length, stored, rank, source.dtype, source.device)(source, addresses)
 
 
 @functools.lru_cache(maxsize=1024)
-def _launch(shape, first, length, rank, dtype, device) -> Launch:
+def _launch(shape, first, length, stored, rank, dtype, device) -> Launch:
     batch, P, tokens, width = shape
-    piece, begin = length * width, first * width
+    piece, begin = stored * width, first * width
     blocks = triton.cdiv(piece, _BLOCK)
-    numbers = batch, tokens * width, begin, piece, P * batch * begin, blocks, rank, P
+    numbers = batch, tokens * width, begin, piece, length * width, P * batch * begin, blocks, rank, P
     return Launch(_store_rows, (batch * P * blocks,), numbers, BLOCK=_BLOCK, num_warps=_WARPS)
 
 
 if triton is not None:
 
     @triton.jit
-    def _store_rows(source, addresses, batch, row, begin, piece, behind, blocks, rank, P, BLOCK: tl.constexpr):
+    def _store_rows(
+        source, addresses, batch, row, begin, piece, pitch, behind, blocks, rank, P, BLOCK: tl.constexpr
+    ):  # fmt: skip
         block = tl.program_id(0) % blocks
         index = tl.program_id(0) // blocks
         peer = (rank + 1 + index % P) % P
@@ -55,4 +59,4 @@ if triton is not None:
         value = tl.load(source + (b * P + peer) * row + begin + at, mask=inside)
         address = tl.load(addresses + peer)
         inbox = tl.multiple_of(address.to(tl.pointer_type(source.dtype.element_ty)), 16)
-        tl.store(inbox + behind + (rank * batch + b) * piece + at, value, mask=inside & (address != 0))
+        tl.store(inbox + behind + (rank * batch + b) * pitch + at, value, mask=inside & (address != 0))

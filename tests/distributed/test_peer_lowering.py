@@ -14,7 +14,7 @@ from gradients import outputs_and_gradients, unequal
 from ranks import run_on_ranks
 
 
-def _against_collectives(rank, ranks, recipe, bias, chunks, block, fused, own_first):
+def _against_collectives(rank, ranks, recipe, bias, chunks, block, fused, early):
     import compile_overlap
     import kernels_on_cpu
     import passes
@@ -51,29 +51,29 @@ def _against_collectives(rank, ranks, recipe, bias, chunks, block, fused, own_fi
     compile_overlap.reset()
     torch._dynamo.reset()
     peers_by_gloo.install()
-    os.environ.update(A2A_FFN_TRANSPORT="peers", A2A_FFN_OWN_FIRST=own_first)
+    os.environ.update(A2A_FFN_TRANSPORT="peers", **{f"A2A_FFN_{early}": "2" if early == "HEAD" else "1"})
     (got, grads, inferred), log = run()
     lowered = [matches for name, matches in log if name == "lower-to-peers"]
     return torch.equal(got, expected), torch.equal(inferred, expected), unequal(wanted, grads), lowered
 
 
 CASES = [
-    (2, "eager_exact", "add", "2,3,3", False, False, "0"),
-    (2, "eager_exact", "add", "2,6", False, True, "1"),
-    (2, "eager_exact", "baddbmm", "1", False, False, "1"),
-    (2, "inductor", "add", "4", True, True, "1"),
-    (2, "inductor", "add", "1", "scaled", False, "1"),
-    pytest.param(2, "inductor", "add", "4", True, False, "0", marks=pytest.mark.slow),
-    pytest.param(4, "inductor", "baddbmm", "2", True, False, "0", marks=pytest.mark.slow),
-    pytest.param(2, "inductor", "add", "2,6", "twice", False, "1", marks=pytest.mark.slow),
+    (2, "eager_exact", "add", "2,3,3", False, False, "STRICT"),
+    (2, "eager_exact", "add", "4,4", False, True, "HEAD"),
+    (2, "eager_exact", "baddbmm", "1", False, False, "OWN_FIRST"),
+    (2, "inductor", "add", "4", True, True, "OWN_FIRST"),
+    (2, "inductor", "add", "1", "scaled", False, "HEAD"),
+    pytest.param(2, "inductor", "add", "4", True, False, "STRICT", marks=pytest.mark.slow),
+    pytest.param(4, "inductor", "baddbmm", "2", True, False, "HEAD", marks=pytest.mark.slow),
+    pytest.param(2, "inductor", "add", "2,6", "twice", False, "OWN_FIRST", marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize("ranks, recipe, bias, chunks, block, fused, own_first", CASES)
-def test_lowered_layers_compute_the_same(ranks, recipe, bias, chunks, block, fused, own_first, tmp_path):
+@pytest.mark.parametrize("ranks, recipe, bias, chunks, block, fused, early", CASES)
+def test_lowered_layers_compute_the_same(ranks, recipe, bias, chunks, block, fused, early, tmp_path):
     job = functools.partial(
         _against_collectives, ranks=ranks, recipe=recipe, bias=bias, chunks=chunks, block=block, fused=fused,
-        own_first=own_first,
+        early=early,
     )  # fmt: skip
     count = int(chunks) if "," not in chunks else len(chunks.split(","))
     for equal, inferred, differing, lowered in run_on_ranks(job, ranks, tmp_path):

@@ -29,9 +29,10 @@ def _calls(rank, ranks, hosts, folder):
     for taken in (0, 2):
         _give_up(rank, ranks, taken, alias)
     cases = [
-        (3, (4,), False, False), (2, (1, 3), True, False), (2, (4,), False, True), (5, (2, 1, 1), False, True), (1, (4,), True, True),
+        (3, (4,), False, 4), (2, (1, 3), True, 1), (2, (4,), False, 0), (5, (2, 1, 1), False, 0), (1, (4,), True, 0),
+        *(() if len(set(hosts)) > 1 else ((3, (4,), False, 1), (2, (3, 1), True, 2))),
     ]  # fmt: skip
-    for call, (batch, sizes, keep, own_first) in enumerate(cases):
+    for call, (batch, sizes, keep, head) in enumerate(cases):
         tokens = sum(sizes)
         assert rooms.make_room(None, ranks, batch * ranks * tokens * WIDTH * 2, cpu) is None
 
@@ -42,18 +43,18 @@ def _calls(rank, ranks, hosts, folder):
         weights = [draw(10 + each, tokens, WIDTH, WIDTH) for each in range(ranks)]
         borders = [sum(sizes[:index]) for index in range(len(sizes))]
         chunks = list(enumerate(zip(borders, sizes)))
-        source, hidden = inputs[rank], [own_first or index > 0 for index, _ in chunks]
-        puts = [peers.peer_put(source, index, *which, ranks, hidden[index], alias) for index, which in chunks]
+        source, at_once = inputs[rank], [0 if index else head for index, _ in chunks]
+        puts = [peers.peer_put(source, index, *which, ranks, at_once[index], alias) for index, which in chunks]
         stored, arrived = [], []
         for index, (first, size) in chunks:
             part, which = weights[rank][first : first + size], (first, size, ranks)
-            if own_first and index == 0:
-                product = peers.peer_take_gemm(puts[0], source, part, 0, *which, call % 2 == 0, alias)
+            if index == 0 and head < size:
+                product = peers.peer_take_gemm(puts[0], source, part, 0, *which, head, call % 2 == 0, alias)
                 rows = peers.peer_rows(product, source, *which, keep, alias)
                 expected = torch.bmm(rows.transpose(0, 1).float(), part.float()).half()
                 wrong.append(not torch.allclose(product, expected, rtol=4e-3, atol=4e-2))
             else:
-                rows = peers.peer_take(puts[index], source, index, *which, hidden[index], keep, alias)
+                rows = peers.peer_take(puts[index], source, index, *which, at_once[index], keep, alias)
             arrived.append(rows.clone())
             product = rows.transpose(0, 1), part, part[:, 0], gemm_combine.ADD, first, tokens, ranks, alias
             stored.append(peers.peer_gemm(*product))
@@ -76,9 +77,10 @@ def _give_up(rank, ranks, taken, alias):
     batch, chunks = 2, ((0, 1), (1, 3))
     assert rooms.make_room(None, ranks, batch * ranks * 4 * WIDTH * 2, torch.device("cpu")) is None
     source, part = torch.full((batch, ranks, 4, WIDTH), 7.0).half(), torch.ones(4, WIDTH, WIDTH).half()
-    puts = [peers.peer_put(source, index, *which, ranks, index > 0, alias) for index, which in enumerate(chunks)]
+    at_once = (1, 0)
+    puts = [peers.peer_put(source, index, *which, ranks, at_once[index], alias) for index, which in enumerate(chunks)]
     for index, (first, size) in enumerate(chunks[:taken]):
-        rows = peers.peer_take(puts[index], source, index, first, size, ranks, index > 0, False, alias)
+        rows = peers.peer_take(puts[index], source, index, first, size, ranks, at_once[index], False, alias)
         right = part[first : first + size]
         peers.peer_gemm(rows.transpose(0, 1), right, right[:, 0], gemm_combine.ADD, first, 4, ranks, alias)
 

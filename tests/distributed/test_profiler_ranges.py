@@ -29,10 +29,10 @@ def _calls(rank, folder):
 
     def layer(source):
         chunks = list(zip(range(len(SIZES)), (0, SIZES[0]), SIZES))
-        puts = [peers.peer_put(source, index, first, size, RANKS, index > 0, alias) for index, first, size in chunks]
+        puts = [peers.peer_put(source, index, first, size, RANKS, 0 if index else size, alias) for index, first, size in chunks]
         stored = []
         for index, first, size in chunks:
-            rows = peers.peer_take(puts[index], source, index, first, size, RANKS, index > 0, True, alias)
+            rows = peers.peer_take(puts[index], source, index, first, size, RANKS, 0 if index else size, True, alias)
             part = weights[first : first + size]
             stored.append(
                 peers.peer_gemm(rows.transpose(0, 1), part, None, gemm_combine.NO_BIAS, first, tokens, RANKS, alias)

@@ -24,8 +24,8 @@ def _silent_peer(folder, rank):
         with faults.watched():
             if rank == OTHER:
                 _stop()
-            token = peers.peer_put(source, 0, 0, 2, RANKS, True, alias)
-            peers.peer_take(token, source, 0, 0, 2, RANKS, True, False, alias)
+            token = peers.peer_put(source, 0, 0, 2, RANKS, 0, alias)
+            peers.peer_take(token, source, 0, 0, 2, RANKS, 0, False, alias)
 
     return _error(step)
 

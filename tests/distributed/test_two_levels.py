@@ -67,9 +67,10 @@ def _watched(peers):
         events.append(f"wait {key}")
         return wait(self, key)
 
-    def on_multiply(product, block, *arguments):
-        events.append(f"multiply {block.start // BATCH} to {block.stop // BATCH}")
-        multiply(product, block, *arguments)
+    def on_multiply(product, *arguments):
+        begin = product.storage_offset() // product.stride(1) // BATCH
+        events.append(f"multiply {begin} to {begin + product.shape[1] // BATCH}")
+        multiply(product, *arguments)
 
     rooms.Away.start, rooms.Away.wait, peers.multiply_into = on_start, on_wait, on_multiply
     return events

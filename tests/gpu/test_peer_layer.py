@@ -15,7 +15,10 @@ from gradients import outputs_and_gradients, worst_relative
 from ranks import run_on_ranks
 from test_peers import GPUS, SHARING, pytestmark, start  # noqa: F401  the same machines
 
-CASES = [((4, 16, 128, 2), "1", "1"), ((16, 8, 96, 3), "2", "0"), ((64, 16, 640, 2), "2,6", "1")]
+CASES = [
+    ((4, 16, 128, 2), "1", "HEAD"), ((16, 8, 96, 3), "2", "STRICT"), ((64, 16, 640, 2), "4,4", "HEAD"),
+    ((64, 16, 640, 2), "2,6", "OWN_FIRST"),
+]  # fmt: skip
 
 
 def _layers(rank, ranks, cases, block):
@@ -30,8 +33,9 @@ def _results(rank, ranks, cases, block):
     import passes
 
     results = []
-    for (B, T, D, k), chunks, own_first in cases:
-        os.environ.update(A2A_FFN_CHUNKS=chunks, A2A_FFN_OWN_FIRST=own_first)
+    for (B, T, D, k), chunks, early in cases:
+        os.environ.update(A2A_FFN_CHUNKS=chunks, A2A_FFN_HEAD="0", A2A_FFN_OWN_FIRST="0")
+        os.environ[f"A2A_FFN_{early}"] = "2" if early == "HEAD" else "1"
         torch._dynamo.reset()
         torch.manual_seed(3 + rank)
         ffn = ArchiveFFN(T, D, k, group=dist.group.WORLD, size=ranks, index=rank).to(device, torch.bfloat16)

@@ -45,7 +45,10 @@ def _stress(rank, calls):
         choice = torch.Generator().manual_seed(call)  # the same on both ranks
         batch = int(torch.randint(1, 40, (), generator=choice))
         sizes = [(4,), (2, 2), (1, 3), (2, 1, 1)][int(torch.randint(4, (), generator=choice))]
-        tokens, keep, own_first = sum(sizes), *torch.randint(2, (2,), generator=choice).bool().tolist()
+        tokens, keep = sum(sizes), bool(torch.randint(2, (), generator=choice))
+        # All of a first chunk are stored, none (its GEMM begins with a rank's own rows), or some.
+        head = int(torch.randint(sizes[0] + 1, (), generator=choice))
+        stored_of = [head, *[0] * (len(sizes) - 1)]
         weights = [_draw(1000 + call * P + r, tokens, WIDTH, WIDTH) for r in range(P)]
         inputs = [_draw(9000 + call * P + r, batch, P, tokens, WIDTH) for r in range(P)]
         if torch.rand((), generator=torch.Generator().manual_seed(call * P + rank)) < 0.3:
@@ -53,17 +56,17 @@ def _stress(rank, calls):
         source, stored, first = inputs[rank], [], 0
         puts = []
         for index, size in enumerate(sizes):
-            puts.append(peers.peer_put(source, index, first, size, P, own_first or index > 0, alias))
+            puts.append(peers.peer_put(source, index, first, size, P, stored_of[index], alias))
             first += size
         first = 0
         for index, size in enumerate(sizes):
             part, which = weights[rank][first : first + size], (first, size, P)
-            if own_first and index == 0:
-                left = peers.peer_take_gemm(puts[0], source, part, 0, *which, False, alias)
+            if index == 0 and head < size:
+                left = peers.peer_take_gemm(puts[0], source, part, 0, *which, head, False, alias)
                 arrived = peers.peer_rows(left, source, *which, keep, alias)
                 mismatches += not torch.equal(left, torch.bmm(arrived.transpose(0, 1), part))
             else:
-                arrived = peers.peer_take(puts[index], source, index, *which, own_first or index > 0, keep, alias)
+                arrived = peers.peer_take(puts[index], source, index, *which, stored_of[index], keep, alias)
                 left = torch.bmm(arrived.transpose(0, 1), part)
             stored.append(peers.peer_gemm(left, part, part[:, 0], gemm_combine.ADD, first, tokens, P, alias))
             first += size
@@ -87,11 +90,11 @@ def _opchecks(rank):
     rooms.make_room(group, P, 1 << 20, torch.device("cuda", torch.cuda.current_device()))
     alias = ALIAS.format(group.group_name)
     source, weights = _draw(rank, 3, P, 4, WIDTH), _draw(9, 4, WIDTH, WIDTH)
-    token = peers.peer_put(source, 0, 0, 4, P, False, alias)
-    arrived = peers.peer_take(token, source, 0, 0, 4, P, False, True, alias)
+    token = peers.peer_put(source, 0, 0, 4, P, 4, alias)
+    arrived = peers.peer_take(token, source, 0, 0, 4, P, 4, True, alias)
     stored = peers.peer_gemm(arrived.transpose(0, 1), weights, weights[:, 0], gemm_combine.ADD, 0, 4, P, alias)
-    torch.library.opcheck(peers.peer_put, (source, 0, 0, 4, P, False, alias))
-    torch.library.opcheck(peers.peer_take, (token, source, 0, 0, 4, P, False, True, alias))
+    torch.library.opcheck(peers.peer_put, (source, 0, 0, 4, P, 4, alias))
+    torch.library.opcheck(peers.peer_take, (token, source, 0, 0, 4, P, 4, True, alias))
     torch.library.opcheck(peers.peer_rows, (arrived, source, 0, 4, P, True, alias))
     arguments = (arrived.transpose(0, 1), weights, weights[:, 0], gemm_combine.ADD, 0, 4, P, alias)
     torch.library.opcheck(peers.peer_gemm, arguments)

@@ -22,14 +22,15 @@ def store_rows():
     from compile_overlap.kernels.store_rows import store_rows
 
     for B, P, L, D in ((3, 2, 6, 40), (1, 4, 3, 1300), (2, 8, 4, 5)):
-        for first, length in ((0, L), (1, L - 1), (0, 1)):
+        for first, length, stored in ((0, L, L), (1, L - 1, L - 1), (0, 1, 1), (0, L, L - 1), (1, L - 1, 1)):
             sources = [torch.randn(B, P, L, D).half() for _ in range(P)]
             inboxes, addresses = _buffers(P, P * B * L * D)
             for rank, source in enumerate(sources):
-                store_rows(source, addresses, first, length, rank)
+                store_rows(source, addresses, first, length, stored, rank)
             begin, end = P * B * first * D, P * B * (first + length) * D
             for owner, inbox in enumerate(inboxes):
                 rows = torch.cat([source[:, owner, first : first + length] for source in sources])
+                rows[:, stored:] = UNTOUCHED
                 assert torch.equal(inbox[begin:end], rows.flatten())
                 assert (inbox[:begin] == UNTOUCHED).all() and (inbox[end:] == UNTOUCHED).all()
 

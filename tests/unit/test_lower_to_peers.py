@@ -61,12 +61,13 @@ def test_a_layer_of_one_chunk_is_six_calls(monkeypatch):
 
 @pytest.mark.parametrize("chunks", ["1", "2"])
 @pytest.mark.parametrize("recipe", ["inductor", "eager_exact"])
-def test_the_first_gemm_begins_with_a_ranks_own_rows(monkeypatch, chunks, recipe):
-    """In both directions; what else reads the rows gets them afterwards."""
+@pytest.mark.parametrize("early", [{"A2A_FFN_OWN_FIRST": "1"}, {"A2A_FFN_HEAD": "2"}], ids=["own-first", "head"])
+def test_the_first_gemm_begins_with_what_is_there_first(monkeypatch, chunks, recipe, early):
+    """In both directions, a rank's own rows or a few tokens; what else reads the rows gets them afterwards."""
     codes, real = [], verify.compare
     monkeypatch.setattr(verify, "compare", lambda expected, code: (codes.append(code), real(expected, code)))
-    for own_first in ("1", "0"):
-        settings = {**PEERS, "A2A_FFN_RECIPE": recipe, "A2A_FFN_OWN_FIRST": own_first}
+    for parts in (early, dict.fromkeys(early, "0")):
+        settings = {**PEERS, "A2A_FFN_RECIPE": recipe, **parts}
         log = _run(monkeypatch, lambda layer: _call(layer(), _input()).sum().backward(), chunks=chunks, **settings)
         assert _lowered(log) == 2 * [3 * int(chunks) + 1]
     called = [re.findall(r"compile_overlap\.(peer_\w+)\.default\(", code) for code in codes]

@@ -43,14 +43,14 @@ def test_opcheck(monkeypatch, form):
     source, weights = torch.randn(BATCH, P, TOKENS, WIDTH), torch.randn(TOKENS, WIDTH, WIDTH)
     bias = weights[:, 0] if form else None
     with fake_ranks(P):
-        token = peers.peer_put(source, 0, 0, TOKENS, P, False, ALIAS)
-        arrived = peers.peer_take(token, source, 0, 0, TOKENS, P, False, True, ALIAS)
-        first = peers.peer_take_gemm(token, source, weights, 0, 0, TOKENS, P, False, ALIAS)
+        token = peers.peer_put(source, 0, 0, TOKENS, P, TOKENS, ALIAS)
+        arrived = peers.peer_take(token, source, 0, 0, TOKENS, P, TOKENS, True, ALIAS)
+        first = peers.peer_take_gemm(token, source, weights, 0, 0, TOKENS, P, 0, False, ALIAS)
         product = arrived.transpose(0, 1), weights, bias, form, 0, TOKENS, P, ALIAS
         stored = peers.peer_gemm(*product)
-        torch.library.opcheck(peers.peer_put, (source, 0, 0, TOKENS, P, False, ALIAS))
-        torch.library.opcheck(peers.peer_take, (token, source, 0, 0, TOKENS, P, False, True, ALIAS))
-        torch.library.opcheck(peers.peer_take_gemm, (token, source, weights, 0, 0, TOKENS, P, False, ALIAS))
+        torch.library.opcheck(peers.peer_put, (source, 0, 0, TOKENS, P, TOKENS, ALIAS))
+        torch.library.opcheck(peers.peer_take, (token, source, 0, 0, TOKENS, P, TOKENS, True, ALIAS))
+        torch.library.opcheck(peers.peer_take_gemm, (token, source, weights, 0, 0, TOKENS, P, 0, False, ALIAS))
         torch.library.opcheck(peers.peer_rows, (first, source, 0, TOKENS, P, True, ALIAS))
         torch.library.opcheck(peers.peer_gemm, product)
         torch.library.opcheck(peers.peer_finish, ([stored], BATCH, TOKENS, WIDTH, P, ALIAS))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from compile_overlap.schedule import FORWARD, GEMM, START, WAIT, Plan, Work, build
 
 MAIN, OTHER, SENDING = "main", "other", "sending"
+ALL, SOME, NONE, HEAD = "all", "some", "none", "head"
 
 
 class Machine:
@@ -65,35 +66,54 @@ class Machine:
         return raised + [self.take_flag(rank, (channel, other)) for other in others]
 
 
-def call_of(machine, rank, call, chunks, stream, own_first=False, captured=False):
-    """What one call issues: (stream, operation), in the host's order."""
+def sent(machine, rank, call, chunk):
+    """Rows that copy engines put, with a signal to each owner."""
     others = [each for each in machine.ranks if each != rank]
+    issued = [(SENDING, machine.wait(("issued", rank, call, chunk)))]
+    for other in others:
+        issued.append((SENDING, machine.write("inbox", other, chunk, rank, call)))
+        issued.append((SENDING, machine.raise_flag(other, (chunk, rank))))
+    issued.append((SENDING, machine.write("inbox", rank, chunk, rank, call)))
+    return [*issued, (SENDING, machine.record(("sent", rank, call, chunk)))]
+
+
+def arrived(machine, rank, call, chunk, stream):
+    others = [each for each in machine.ranks if each != rank]
+    flags = [(stream, machine.take_flag(rank, (chunk, other))) for other in others]
+    return [(stream, machine.wait(("sent", rank, call, chunk))), *flags]
+
+
+def call_of(machine, rank, call, chunks, stream, stored=ALL, captured=False):
+    """What one call issues: (stream, operation), in the host's order. Of its first chunk a kernel has `stored` so much.
+
+    The others of its tokens, where it stored some, are put when the first GEMM has been issued for these.
+    """
     issued = [] if captured or not call else [(stream, machine.wait(("free", rank, call - 1)))]
-    stored = 0 if own_first else 1  # chunks that a kernel stores; the others are put beside the computation
     schedule = build(FORWARD, Plan((4,) * chunks, ratio_16ths=1, peers=True), (Work(2),) * chunks)
     for step in schedule.steps:
         chunk = step.chunk
-        if step.kind == START and step.exchange == 1 and chunk < stored:
-            issued += [(stream, machine.write("inbox", each, 0, rank, call)) for each in machine.ranks]
+        at_once = ALL if chunk == 0 and stored == ALL else SOME if chunk == 0 and stored == SOME else NONE
+        if step.kind == START and step.exchange == 1 and at_once != NONE:
+            part = 0 if at_once == ALL else HEAD
+            issued += [(stream, machine.write("inbox", each, part, rank, call)) for each in machine.ranks]
         elif step.kind == START and step.exchange == 1:
             issued.append((stream, machine.record(("issued", rank, call, chunk))))
-            issued.append((SENDING, machine.wait(("issued", rank, call, chunk))))
-            for other in others:
-                issued.append((SENDING, machine.write("inbox", other, chunk, rank, call)))
-                issued.append((SENDING, machine.raise_flag(other, (chunk, rank))))
-            issued.append((SENDING, machine.write("inbox", rank, chunk, rank, call)))
-            issued.append((SENDING, machine.record(("sent", rank, call, chunk))))
-        elif step.kind == WAIT and step.exchange == 1 and chunk < stored:
+            issued += sent(machine, rank, call, chunk)
+        elif step.kind == WAIT and step.exchange == 1 and at_once != NONE:
+            issued.append((stream, machine.record(("issued", rank, call, chunk))))
             issued += [(stream, each) for each in machine.barrier(rank, "inbox")]
+            if at_once == SOME:
+                issued.append((stream, machine.read("inbox", rank, HEAD, call, last=False)))
+                issued += sent(machine, rank, call, chunk) + arrived(machine, rank, call, chunk, stream)
         elif step.kind == WAIT and step.exchange == 1:
-            issued.append((stream, machine.wait(("sent", rank, call, chunk))))
-            issued += [(stream, machine.take_flag(rank, (chunk, other))) for other in others]
+            issued += arrived(machine, rank, call, chunk, stream)
         elif step.kind == GEMM and step.index == 0:
             issued.append((stream, machine.read("inbox", rank, chunk, call, last=False)))
         elif step.kind == GEMM:
             issued += [(stream, machine.write("results", each, chunk, rank, call)) for each in machine.ranks]
     # The inboxes may be read until the last GEMM of the call.
-    issued += [(stream, machine.read("inbox", rank, chunk, call, last=True)) for chunk in range(chunks)]
+    parts = [*range(chunks), *([HEAD] if stored == SOME else [])]
+    issued += [(stream, machine.read("inbox", rank, part, call, last=True)) for part in parts]
     issued += [(stream, each) for each in machine.barrier(rank, "results")]
     issued += [(stream, machine.read("results", rank, chunk, call, last=True)) for chunk in range(chunks)]
     return issued + [(stream, machine.record(("free", rank, call)))]
@@ -122,7 +142,7 @@ def queues_of(machine, ranks, calls, connections):
     return queues
 
 
-CALLS = st.lists(st.tuples(st.integers(1, 4), st.sampled_from((MAIN, OTHER)), st.booleans()), min_size=1, max_size=4)
+CALLS = st.lists(st.tuples(st.integers(1, 4), st.sampled_from((MAIN, OTHER)), st.sampled_from((ALL, SOME, NONE))), min_size=1, max_size=4)
 
 
 @settings(max_examples=300, deadline=None)
@@ -138,7 +158,7 @@ def test_no_order_of_events_deadlocks_or_overwrites(ranks, calls, connections, d
 def test_a_rank_that_is_always_last(late):
     """Each rank in turn runs only when nobody else can."""
     machine = Machine(3)
-    queues = queues_of(machine, 3, [(3, MAIN), (1, MAIN, True), (2, MAIN, True)], 8)
+    queues = queues_of(machine, 3, [(3, MAIN), (1, MAIN, NONE), (2, MAIN, SOME)], 8)
     own = queues[3 * late : 3 * late + 3]
     queues = [queue for queue in queues if not any(queue is each for each in own)] + own
     run(machine, queues, lambda count: 0)
@@ -150,7 +170,7 @@ def _breaks(change):
 
     for seed in range(300):
         machine = Machine(2)
-        queues = change(machine, queues_of(machine, 2, [(2, MAIN), (2, OTHER, True), (1, MAIN)], 8))
+        queues = change(machine, queues_of(machine, 2, [(2, MAIN), (2, OTHER, SOME), (1, MAIN, NONE), (1, OTHER)], 8))
         try:
             run(machine, queues, random.Random(seed).randrange)
         except AssertionError:

@@ -33,8 +33,9 @@ def plans(draw):
     sizes = tuple(draw(st.lists(st.integers(1, 64), min_size=1, max_size=9)))
     peers = draw(st.booleans())
     own_first = peers and draw(st.booleans())
+    head = draw(st.integers(0, 64)) if peers and not own_first else 0
     numbers = (draw(st.integers(low, 1024)) for low in (1, 1, 0, 0))
-    return Plan(sizes, *numbers, peers, own_first, draw(NAMES), draw(PASSES))
+    return Plan(sizes, *numbers, peers, own_first, head, draw(NAMES), draw(PASSES))
 
 
 @given(plans())
@@ -52,7 +53,8 @@ def _with(**changes):
     _with(more=1), _with(sizes=[]), _with(sizes=[2, 0]), _with(sizes=[2, -1]), _with(sizes=[2.0]),
     _with(sizes=[True, 2]), _with(sizes="8"),
     _with(sizes=[1 << 40]), _with(ratio_16ths=0), _with(ahead=0), _with(backlog=-1), _with(reserved_sms=None),
-    _with(reserved_sms=10**400), _with(peers=1), _with(own_first=True), _with(triton=["a b"]), _with(triton=[3]),
+    _with(reserved_sms=10**400), _with(peers=1), _with(own_first=True), _with(head=2), _with(peers=True, own_first=True, head=2),
+    _with(triton=["a b"]), _with(triton=[3]),
     _with(disabled=["x]:other group"]), _with(disabled=["__import__('os')"]), _with(disabled=[""]),
 ], ids=lambda value: str(value)[-60:])  # fmt: skip
 def test_from_json_rejects(value):
@@ -219,6 +221,7 @@ def test_a_problem_is_described_without_what_does_not_bear_on_a_plan():
     (Plan((4, 4), ahead=1), {"in_flight": 2}, "one of the settings"),
     (Plan((4, 4), peers=True), {"transport": "collectives"}, "one of the settings"),
     (Plan((8,), peers=True, own_first=True), {}, "one of the settings"),
+    (Plan((8,), peers=True, head=2), {"head": 0}, "one of the settings"),
     (Plan((8,), reserved_sms=0), {"reserved_sms": 4}, "one of the settings"),
     (Plan((8,), triton=("forward",)), {}, "names no kernels"),
     (Plan((8,), disabled=("reorder",)), {}, "names no kernels"),

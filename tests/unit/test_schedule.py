@@ -19,6 +19,7 @@ plans = st.builds(
     reserved_sms=st.integers(0, 32),
     peers=st.booleans(),
     own_first=st.booleans(),
+    head=st.integers(0, 4),
     triton=st.sampled_from([(), (FORWARD,), (FORWARD, BACKWARD), (BACKWARD, "norm1024x8")]),
     disabled=st.sampled_from([(), ("reorder",), ("pin-order", "reorder")]),
 )
@@ -139,19 +140,23 @@ def test_settings_win_over_the_search():
 
 
 @pytest.mark.parametrize(
-    "layout, settings, sizes, own_first",
+    "layout, settings, sizes, own_first, head",
     [
-        (DEFAULT, Settings(), (32,), False),
-        (Layout(8, 512, 64, 1280, 7680), Settings(), (8,), False),
-        (DEFAULT, Settings(own_first=True), (32,), True),
-        (DEFAULT, Settings(chunks=4), (8, 8, 8, 8), False),
-        (DEFAULT, Settings(sizes=(4, 28), in_flight=1), (4, 28), False),
+        (DEFAULT, Settings(), (32,), False, 3),
+        (Layout(8, 512, 64, 1280, 7680), Settings(), (8,), False, 2),
+        (Layout(2, 128, 64, 1280, 2560), Settings(), (32,), False, 0),
+        (DEFAULT, Settings(own_first=True, head=3), (32,), True, 0),
+        (DEFAULT, Settings(head=0), (32,), False, 0),
+        (DEFAULT, Settings(head=30), (32,), False, 30),
+        (DEFAULT, Settings(head=31), (32,), False, 0),
+        (DEFAULT, Settings(chunks=4), (8, 8, 8, 8), False, 0),
+        (DEFAULT, Settings(sizes=(4, 28), in_flight=1), (4, 28), False, 0),
     ],
-    ids=["default", "eight-ranks", "own-first", "chunks", "sizes"],
+    ids=["default", "eight-ranks", "small", "own-first", "all-at-once", "head", "head-too-long", "chunks", "sizes"],
 )
-def test_the_plan_through_the_peers_memory(layout, settings, sizes, own_first):
-    plan = planning.peer_plan(layout, "cuda", settings)
-    assert plan == Plan(sizes, 1, settings.in_flight or 2, peers=True, own_first=own_first)
+def test_the_plan_through_the_peers_memory(layout, settings, sizes, own_first, head):
+    plan = planning.peer_plan(layout, "cuda", settings, False, 2)
+    assert plan == Plan(sizes, 1, settings.in_flight or 2, peers=True, own_first=own_first, head=head)
 
 
 def test_costs_are_rounded_so_that_noise_changes_no_plan():
