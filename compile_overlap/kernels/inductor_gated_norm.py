@@ -3,8 +3,9 @@
 Inductor's looped reduction spreads a row over the lanes of a block, some neighbours to a thread, each with a Welford state
 of its own, and combines them at the end (torch._inductor.runtime.triton_helpers). Block and warps, which heuristics and
 timings choose, decide the order of the sum. This kernel keeps the order, and saves what makes the generated one twice as
-slow: a lane's count is known, so that the division by it is a product with a constant; only the last step is masked;
-values are loaded and unpacked in pairs; the gate needs no case for large numbers.
+slow: a lane's count is known, so that the division by it is a product with a constant; states of both norms are combined
+together, and in halves where they weigh the same; only the last step is masked; values are loaded and unpacked in pairs;
+the gate needs no case for large numbers.
 
 `order_of` finds block and warps: it lets Inductor compile the expression for the same shape and compares every bit. Where
 no order fits (persistent reductions of short rows, split ones of few rows, another version) there is none, and Inductor's
@@ -90,8 +91,26 @@ def _launch(shape, has_bias, eps_x, eps_gate, rounded, block, warps, dtype, devi
         QUOTIENT=compat.SILU_IS_A_QUOTIENT,
         BLOCK=block,
         WIDE=min(_LANES * warps, triton.next_power_of_2(twice_hidden // 4)),
+        WARPS=warps,
+        HALVES=_shares_are_halves(twice_hidden // 2, block, warps, device),
         num_warps=warps,
     )
+
+
+@functools.lru_cache(maxsize=None)
+def _shares_are_halves(hidden: int, block: int, warps: int, device: torch.device) -> bool:
+    """Whether the states of a warp weigh the same, and the device's division makes a half of equal weights.
+
+    A lane of the last step has one value more; the weights of later levels are the same times powers of two.
+    """
+    lanes, per_thread = block // warps, block // (32 * warps)
+    steps, left = divmod(hidden, block)
+    if left % lanes:
+        return False
+    weights = torch.tensor([per_thread * count for count in (steps, steps + 1) if count], dtype=torch.float32, device=device)
+    shares = torch.empty_like(weights)
+    _shares[(len(weights),)](weights, shares)
+    return bool((shares == 0.5).all())
 
 
 @fake_of(inductor_gated_norm)
@@ -201,6 +220,35 @@ if triton is not None:
         return new_mean_u0, new_m2_u0, new_mean_u1, new_m2_u1, new_mean_g0, new_m2_g0, new_mean_g1, new_m2_g1
 
     @triton.jit
+    def _shares(weights_ptr, shares_ptr):
+        weight = tl.load(weights_ptr + tl.program_id(0))
+        mean, _, _ = triton_helpers.welford_combine(0.0 * weight, weight, weight, 0.0 * weight + 1.0, weight, weight)
+        tl.store(shares_ptr + tl.program_id(0), mean)
+
+    @triton.jit
+    def _combine(
+        mean_x1, m2_x1, mean_gate1, m2_gate1, count1, mean_x2, m2_x2, mean_gate2, m2_gate2, count2
+    ):  # fmt: skip
+        """Inductor's combination of both norms' states at once: they weigh the same."""
+        mean_x, m2_x, count = triton_helpers.welford_combine(mean_x1, m2_x1, count1, mean_x2, m2_x2, count2)
+        mean_gate, m2_gate, _ = triton_helpers.welford_combine(mean_gate1, m2_gate1, count1, mean_gate2, m2_gate2, count2)
+        return mean_x, m2_x, mean_gate, m2_gate, count
+
+    @triton.jit
+    def _combine_halves(
+        mean_x1, m2_x1, mean_gate1, m2_gate1, count1, mean_x2, m2_x2, mean_gate2, m2_gate2, count2
+    ):  # fmt: skip
+        """`_combine` of states that weigh the same, where their share is exactly one half."""
+        delta, gate_delta = mean_x2 - mean_x1, mean_gate2 - mean_gate1
+        return (
+            mean_x1 + delta * 0.5,
+            m2_x1 + m2_x2 + delta * delta * count1 * 0.5,
+            mean_gate1 + gate_delta * 0.5,
+            m2_gate1 + m2_gate2 + gate_delta * gate_delta * count1 * 0.5,
+            count1 + count2,
+        )
+
+    @triton.jit
     def _gated(x, gate, QUOTIENT: tl.constexpr):
         """x silu(gate), silu as the versions write it: gate / (1 + exp(-gate)), or gate * sigmoid(gate).
 
@@ -245,7 +293,7 @@ if triton is not None:
         z_ptr, bias_ptr, gamma_x_ptr, beta_x_ptr, gamma_gate_ptr, beta_gate_ptr, out_ptr,
         stats_ptr, total_rows, rows, eps_x, eps_gate, one,
         H: tl.constexpr, HAS_BIAS: tl.constexpr, ROUNDED: tl.constexpr, QUOTIENT: tl.constexpr,
-        BLOCK: tl.constexpr, WIDE: tl.constexpr,
+        BLOCK: tl.constexpr, WIDE: tl.constexpr, WARPS: tl.constexpr, HALVES: tl.constexpr,
     ):  # fmt: skip
         """`one` is 1: a count times a number that the compiler knows would have the exact reciprocal put in its place."""
         # Two values lie in each word that is loaded and stored.
@@ -275,10 +323,20 @@ if triton is not None:
                 mean_u0, m2_u0, mean_u1, m2_u1, mean_g0, m2_g0, mean_g1, m2_g1, True, HAS_BIAS, ROUNDED,
             )  # fmt: skip
         count = tl.where(tl.arange(0, BLOCK)[None, :] < 2 * LEFT, STEPS + 1.0, STEPS * 1.0)
-        mean_x, var_x, _ = triton_helpers.welford(tl.interleave(mean_u0, mean_u1), tl.interleave(m2_u0, m2_u1), count, 1)
-        mean_gate, var_gate, _ = triton_helpers.welford(
-            tl.interleave(mean_g0, mean_g1), tl.interleave(m2_g0, m2_g1), count, 1
-        )
+        states = (
+            tl.interleave(mean_u0, mean_u1), tl.interleave(m2_u0, m2_u1),
+            tl.interleave(mean_g0, mean_g1), tl.interleave(m2_g0, m2_g1), count,
+        )  # fmt: skip
+        if HALVES:  # in a thread, then in a warp, then over the warps, as it is done without being told
+            shape: tl.constexpr = [WARPS, 32, BLOCK // (32 * WARPS)]
+            states = (
+                tl.reshape(states[0], shape), tl.reshape(states[1], shape), tl.reshape(states[2], shape),
+                tl.reshape(states[3], shape), tl.reshape(states[4], shape),
+            )  # fmt: skip
+            states = tl.reduce(tl.reduce(states, 2, _combine), 1, _combine_halves)
+            mean_x, var_x, mean_gate, var_gate, _ = tl.reduce(states, 0, _combine)
+        else:
+            mean_x, var_x, mean_gate, var_gate, _ = tl.reduce(states, 1, _combine)
         rstd_x = libdevice.rsqrt(var_x / (H * 1.0) + eps_x)
         rstd_gate = libdevice.rsqrt(var_gate / (H * 1.0) + eps_gate)
         tl.store(stats_ptr + row, mean_x)
