@@ -4,23 +4,23 @@ Every rank of a group keeps two symmetric buffers (`rooms.Room`): an inbox, into
 dispatch, and its results, into which their GEMMs store the rows that they combine (`kernels.gemm_combine`).
 
     peer_put      my tokens of a chunk, straight from [B,T,D] into each inbox [P*B,l,D]
-    peer_take     waits for the rows of all peers, and returns them
+    peer_take     the rows of all peers, when they are there
     peer_take_gemm  the first GEMM, of the first tokens while the others travel; or of my own rows while the peers'
                   travel, in a group of several hosts of my host's rows while the other hosts' travel
     peer_rows     the rows that it waited for
     peer_gemm     the second GEMM, stored into everybody's results
     peer_finish   waits until everybody has stored; a private copy of my results
 
-Rows that nothing hides are stored by a kernel (`kernels.store_rows`) on the stream of the computation, and all ranks wait
-for each other: those of a first chunk, or of its first tokens (`Plan.head`), whose GEMM hides the others. Others are put
-by copy engines beside the computation, which keeps its SMs, with a signal to each owner: those of later chunks, of a first
+Rows that nothing hides are stored by a kernel on the stream of the computation, in which all ranks wait for each other
+(`kernels.store_rows`): those of a first chunk, or of its first tokens (`Plan.head`), whose GEMM hides the others. Others
+are put by copy engines beside the computation, which keeps its SMs, with a signal to each owner: those of later chunks, of a first
 chunk's other tokens, and all of a first chunk's where its first GEMM begins with the rows that are nearest
 (`Plan.own_first`). Rows for ranks on other hosts, and from them, travel by the group's collectives meanwhile.
 
 When a buffer may be written again, for calls of a layer one after the other on all ranks:
 
-- My inbox is read between the wait for a chunk and the end of the call's GEMMs. A peer's next `peer_put` follows its
-  `peer_finish`, whose barrier I enter after these GEMMs.
+- My inbox is read between the wait for a chunk and the call's last `peer_gemm`, which tells the others when it is done. A
+  peer's next `peer_put` follows its `peer_finish`, which waits for that.
 - My results are read by the copy in `peer_finish`. A peer stores into them again only in a GEMM that waited for my next
   `peer_put`, which follows that copy: on the same stream, or through `Room.free`, which orders calls on other streams.
   A captured CUDA graph cannot wait for what ran before its capture: replay it on the stream that makes the other calls.
@@ -28,10 +28,10 @@ When a buffer may be written again, for calls of a layer one after the other on 
 A call that raises on all ranks alike (no memory, say) may leave signals and rows under way: the next one receives them first.
 
 So one inbox and one buffer of results serve any number of layers and streams; what a caller gets is its own. Signals are
-flags on the device that each wait resets, so that eager calls and replays of a CUDA graph can follow one another. A wait
-never waits for something that is issued after it, on any rank: put -> take -> GEMM -> barrier is the order on each.
-A wait that lasts longer than the group's timeout prints which rank's signal on which channel is missing and ends the
-process's use of its GPU: its next CUDA call raises, which `faults` explains where it can.
+flags on the device that each wait resets, or counts (`kernels.meeting`), so that eager calls and replays of a CUDA graph
+can follow one another. A wait never waits for something that is issued after it, on any rank: put -> take -> GEMM ->
+finish is the order on each. A wait that lasts longer than the group's timeout ends the process's use of its GPU: its next
+CUDA call raises, which `faults` explains where it can.
 
 Operators carry the layer's alias of its group (`passes.graphs`), by which they find the room.
 """
@@ -46,6 +46,7 @@ import torch
 
 from . import ranges
 from .kernels import chunk_gemm_triton, gemm_combine, loaded_library
+from .kernels.collect import collect
 from .kernels.store_rows import store_rows
 from .operators import fake_of, operator
 from .rooms import Room, room
@@ -86,7 +87,7 @@ def peer_put(
     if here.away is not None:
         here.away.start(("in", chunk), source[:, here.away.index, first : first + length])
     if stored:
-        store_rows(source, here.inbox_addresses, first, length, stored, here.rank)
+        store_rows(source, here.inbox_addresses, first, length, stored, here.rank, here.inbox_meeting)
     else:
         here.sending.wait_stream(torch.cuda.current_stream(source.device))
         _send(here, source, chunk, first, length, 0)
@@ -130,11 +131,6 @@ def _finish_given_up(here: Room, source: torch.Tensor) -> None:
         here.away.wait(key)
 
 
-def _wait_for_all(here: Room) -> None:
-    """Until all ranks of this host have stored what they put on the stream of the computation."""
-    here.inbox_handle.barrier(channel=0, timeout_ms=here.timeout_ms)
-
-
 def _wait_for_signals(here: Room, source: torch.Tensor, chunk: int) -> None:
     """Until the rows that the copy engines of this host's ranks put lie in my inbox."""
     torch.cuda.current_stream(source.device).wait_event(here.sent[chunk])
@@ -162,13 +158,12 @@ def peer_take(
 ) -> torch.Tensor:  # fmt: skip
     """Wait for a chunk's rows of all peers: [P*B,length,D], block p from rank p; all or none of them `stored`, as they were put.
 
-    A private copy with `keep`; otherwise the inbox itself, to be read before `peer_finish` and never written.
+    Stored rows have been waited for by the kernel that stores. A private copy with `keep`; otherwise the inbox itself, to
+    be read before the call's last `peer_gemm` and never written.
     """
     here = room(alias)
     rows = _rows(here, source, first, length)
-    if stored:
-        _wait_for_all(here)
-    else:
+    if not stored:
         _wait_for_signals(here, source, chunk)
     _take_away(here, chunk, rows)
     return rows.clone() if keep else rows
@@ -195,7 +190,6 @@ def peer_take_gemm(
     rows = _rows(here, source, first, length)
     if stored:
         here.sending.wait_stream(torch.cuda.current_stream(source.device))
-        _wait_for_all(here)
         multiply_into(product[:stored], rows[:, :stored], right[:stored], triton)
         _send(here, source, chunk, first, length, stored)
         _wait_for_signals(here, source, chunk)
@@ -298,7 +292,10 @@ def peer_gemm(
     here = room(alias)
     batch, width = left.shape[1] // P, right.shape[2]
     addresses = here.result_addresses(tokens * width * left.element_size())
-    gemm_combine.gemm_combine(left, right, bias, addresses, batch, P * tokens, here.rank * tokens + first, bias_form)
+    row = here.rank * tokens + first
+    gemm_combine.gemm_combine(
+        left, right, bias, addresses, batch, P * tokens, row, bias_form, here.results_meeting
+    )  # fmt: skip
     if here.away is not None:
         rows = here.part("outbox", left.dtype, 0, (batch, P, tokens, width))
         here.away.start(("out", first), rows[:, here.away.index, first : first + left.shape[0]])
@@ -314,8 +311,7 @@ def _(left, right, bias, bias_form, first, tokens, P, alias):
 def peer_finish(stored: Sequence[torch.Tensor], batch: int, tokens: int, width: int, P: int, alias: str) -> torch.Tensor:
     """Wait until all ranks have stored all their chunks; my results [B,P,L,D], a private copy."""
     here = room(alias)
-    here.results_handle.barrier(channel=0, timeout_ms=here.timeout_ms)
-    results = here.part("results", stored[0].dtype, 0, (batch, P, tokens, width)).clone()
+    results = collect(here.part("results", stored[0].dtype, 0, (batch, P, tokens, width)), here.results_meeting)
     for key in [key for key in here.away.travelling if key[0] == "out"] if here.away else ():
         rows = here.away.wait(key)
         results[:, here.away.index, key[1] : key[1] + rows.shape[2]] = rows.transpose(0, 1)

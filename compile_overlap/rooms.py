@@ -22,6 +22,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from . import compat
 from . import group as groups
 from .kernels import gemm_combine
+from .kernels.meeting import FLAG_BYTES, Meeting
 
 RENDEZVOUS_S = 60
 _SMALLEST = 1 << 20
@@ -62,12 +63,19 @@ class Room:
         self, buffers: list[torch.Tensor], handles: list[Any], group: Any, domain: tuple[int, ...],
         per_host: int | None = None,
     ):  # fmt: skip
-        self.inbox, self.results = buffers
+        self.inbox, self.results = (buffer[:-FLAG_BYTES] for buffer in buffers)
         self.inbox_handle, self.results_handle = handles
         self.nbytes, device = self.inbox.numel(), self.inbox.device
         self.size, self.rank, self.domain = dist.get_world_size(group), dist.get_rank(group), domain
         self.per_host = per_host
         self.timeout_ms = int(1000 * compat.timeout_s(group))  # of a wait for a signal
+        self.inbox_meeting, self.results_meeting = (
+            Meeting(
+                torch.tensor([address + self.nbytes for address in handle.buffer_ptrs], device=device),
+                torch.zeros(2, dtype=torch.int32, device=device), domain.index(self.rank), self.timeout_ms,
+            )
+            for handle in handles
+        )  # fmt: skip
         self.inboxes = dict(zip(domain, self.inbox_handle.buffer_ptrs))
         self.inbox_addresses = self._addresses(self.inboxes)
         elsewhere = tuple(rank for rank in range(self.size) if rank not in domain)
@@ -220,7 +228,12 @@ def _local_group(group: Any, domain: tuple[int, ...]) -> Any:
 
 
 def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
-    return symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+    """A buffer with the flags of `meeting` behind it, which are down before any other rank can raise them."""
+    buffer = symmetric_memory.empty(nbytes + FLAG_BYTES, dtype=torch.uint8, device=device)
+    buffer[nbytes:].zero_()
+    if buffer.is_cuda:
+        torch.cuda.synchronize(device)
+    return buffer
 
 
 def _rendezvous(buffer: torch.Tensor, group: Any) -> Any:

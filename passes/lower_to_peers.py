@@ -101,6 +101,7 @@ class _Lowering:
         if any(len(chunk.starts) < 2 for chunk in layer.chunks):
             raise UnknownStructure(f"{start.name}: a layer without second exchanges cannot tell when its inbox is read")
         self.last = max((chunk.waits[1] for chunk in layer.chunks), key=self.place.get)
+        self.told = max(self.place[chunk.starts[1]] for chunk in layer.chunks)
 
     def run(self) -> None:
         taken = [self._first_exchange(index, chunk) for index, chunk in enumerate(self.layer.chunks)]
@@ -155,7 +156,8 @@ class _Lowering:
             raise UnknownStructure(f"{start.name}: sends {_layout(packed)} of {_layout(source)}, not a slice of tokens")
         first_gemm = self._begun_in_parts(chunk) if index == 0 else None
         readers = _readers(wait)
-        keep = not readers <= {*chunk.gemms, *chunk.free} or any(self.place[each] > self.place[self.last] for each in readers)
+        # The last GEMM tells the others that they may write again; and what is no GEMM has no place of its own.
+        keep = not readers <= {*chunk.gemms, *chunk.free} or any(self.place[each] > self.told for each in readers)
         which = (first, chunk.size, P)
         with self.graph.inserting_before(start):
             shaped = self.graph.call_function(aten.reshape.default, (base, [B, P, L, D]))

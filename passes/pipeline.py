@@ -4,12 +4,12 @@ An outer `torch.compile` inlines the layer and ignores an inner backend, so the 
 configuration for the whole process. They act only on graphs that hold an exchange of ours, and a hook that somebody
 else installed before keeps running, first.
 
-| hook                               | passes                                                                            |
-| ---------------------------------- | --------------------------------------------------------------------------------- |
-| `joint_custom_post_pass`           | LocalizeViews                                                                     |
-| `post_grad_custom_post_pass`       | CheckExchanges, Reorder, InPlaceGradients, ReserveSMs, LowerToPeers, ShareKernels |
-| `_pre_fusion_custom_pass`          | PinOrder, CallDirectly                                                            |
-| every wrapper that Inductor writes | verify                                                                            |
+| hook                               | passes                                                                                     |
+| ---------------------------------- | ------------------------------------------------------------------------------------------ |
+| `joint_custom_post_pass`           | LocalizeViews                                                                              |
+| `post_grad_custom_post_pass`       | CheckExchanges, Reorder, InPlaceGradients, ReserveSMs, LowerToPeers, ShareKernels, OneCall |
+| `_pre_fusion_custom_pass`          | PinOrder, CallDirectly                                                                     |
+| every wrapper that Inductor writes | verify                                                                                     |
 
 A layer switches passes off by name (`A2A_FFN_DISABLE_PASSES`); the names travel in its plan, so in the graph itself.
 """
@@ -31,6 +31,7 @@ from .check_exchanges import CheckExchanges
 from .localize_views import LocalizeViews
 from .lower_gemms import InPlaceGradients, ReserveSMs
 from .lower_to_peers import LowerToPeers
+from .one_call import OneCall
 from .pin_order import PinOrder
 from .reorder import Reorder
 from .share_kernels import ShareKernels
@@ -40,7 +41,9 @@ _HOOKS: dict[str, Any] = {
     "joint_custom_post_pass": (GraphChain, (LocalizeViews(),)),
     "post_grad_custom_post_pass": (
         GraphChain,
-        (CheckExchanges(), Reorder(), InPlaceGradients(), ReserveSMs(), LowerToPeers(), ShareKernels()),
+        (
+            CheckExchanges(), Reorder(), InPlaceGradients(), ReserveSMs(), LowerToPeers(), ShareKernels(), OneCall(),
+        ),  # fmt: skip
     ),
     "_pre_fusion_custom_pass": (SchedulerChain, (PinOrder(), CallDirectly())),
 }

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from compile_overlap import peers, rooms
-from compile_overlap.kernels import chunk_gemm_triton, gemm_combine
+from compile_overlap.kernels import chunk_gemm_triton, collect, gemm_combine, store_rows
 
 CHANNELS, MOST_RANKS = 16, 16
 FLAGS = CHANNELS * MOST_RANKS
@@ -47,13 +47,6 @@ class Handle:
 
     def wait_signal(self, src_rank, channel=0, timeout_ms=0):
         self._flip(self.rank, channel, src_rank, 0, timeout_ms)
-
-    def barrier(self, channel=0, timeout_ms=0):
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
-        for rank in others:
-            self.put_signal(rank, channel, timeout_ms)
-        for rank in others:
-            self.wait_signal(rank, channel, timeout_ms)
 
 
 class _Files:
@@ -107,7 +100,8 @@ def install(folder) -> None:
     rooms.symmetric_memory.empty, rooms.symmetric_memory.rendezvous = files.empty, files.rendezvous
     rooms.own_obstacle = lambda *_: None
     peers._memcpy_2d = lambda: _memcpy_2d
-    gemm_combine.sm_count = chunk_gemm_triton.sm_count = lambda device: 2
+    for kernel in (chunk_gemm_triton, collect, gemm_combine, store_rows):
+        kernel.sm_count = lambda device: 2
     gemm_combine.TensorDescriptor = None
     gemm_combine.agrees_with_cublas = lambda *_: True
     torch.cuda.Stream = torch.cuda.Event = _Now
@@ -118,22 +112,44 @@ def install(folder) -> None:
 
 def aten_kernels() -> None:
     """After `install`, for good: the kernels that store to other ranks as ATen's product and memmove."""
-    peers.store_rows, gemm_combine.gemm_combine = _store_rows, _gemm_combine
+    peers.store_rows, gemm_combine.gemm_combine, peers.collect = _store_rows, _gemm_combine, _collect
 
 
 def _store(address, rows):
     ctypes.memmove(address, rows.data_ptr(), rows.numel() * rows.element_size())
 
 
-def _store_rows(source, addresses, first, length, stored, rank):
+def _tell(meeting):
+    meeting.counts[1] += 1
+    for address in meeting.flags.tolist():
+        ctypes.c_int32.from_address(address + 4 * meeting.place).value = int(meeting.counts[1])
+
+
+def _wait(meeting):
+    own, begin = meeting.flags[meeting.place].item(), time.monotonic()
+    for rank in range(meeting.flags.numel()):
+        while ctypes.c_int32.from_address(own + 4 * rank).value < meeting.counts[1]:
+            if time.monotonic() - begin > meeting.timeout_ms / 1000:
+                raise RuntimeError("CUDA error: unspecified launch failure")
+            time.sleep(1e-4)
+
+
+def _store_rows(source, addresses, first, length, stored, rank, meeting):
     batch, P, _, width = source.shape
     for peer, address in enumerate(addresses.tolist()):
         for b in range(batch if address else 0):
             begin = (P * batch * first + (rank * batch + b) * length) * width * source.element_size()
             _store(address + begin, source[b, peer, first : first + stored].contiguous())
+    _tell(meeting)
+    _wait(meeting)
 
 
-def _gemm_combine(left, right, bias, addresses, batch, tokens, row, bias_form):
+def _collect(results, meeting):
+    _wait(meeting)
+    return results.clone()
+
+
+def _gemm_combine(left, right, bias, addresses, batch, tokens, row, bias_form, meeting):
     product = torch.bmm(left, right)
     if bias_form == gemm_combine.ADD:
         product = product + bias.unsqueeze(1)
@@ -144,3 +160,4 @@ def _gemm_combine(left, right, bias, addresses, batch, tokens, row, bias_form):
         for b in range(batch):
             rows = product[:, peer * batch + b].contiguous()
             _store(address + (b * tokens + row) * width * size, rows)
+    _tell(meeting)

@@ -21,10 +21,13 @@ import torch
 
 from . import sm_count
 from .launch import Launch
+from .meeting import Meeting
 
 try:
     import triton
     import triton.language as tl
+
+    from .meeting import tell
 except ImportError:
     triton = None
 try:
@@ -94,22 +97,25 @@ def gemm_combine(
     tokens: int,
     first: int,
     bias_form: int,
+    meeting: Meeting | None = None,
 ) -> None:
     """Store left [l,P*batch,K] @ right [l,K,D] (+ bias [l,D]) to rows `first`..`first`+l of each rank's [batch,tokens,D].
 
     `addresses` [P], int64, on the device: where each rank's output begins, aligned to 16 bytes. `bias_form`: NO_BIAS, or
     ADD or BADDBMM for a bias that is added after the product is rounded or before. `right` may be a transposed view. bf16
-    or fp16, compute capability 9.0.
+    or fp16, compute capability 9.0. When all is stored, the ranks of the meeting are told.
     """
     left = left.contiguous()
     right, transposed = laid_out(right)
     aligned = left.data_ptr() % 16 == right.data_ptr() % 16 == 0
     strides = right.stride()
     prepared = _prepared(
-        left.shape, right.shape, strides, transposed, aligned, batch, tokens, first, bias_form, left.dtype, left.device
-    )
+        left.shape, right.shape, strides, transposed, aligned, batch, tokens, first, bias_form,
+        None if meeting is None else meeting.numbers, left.dtype, left.device,
+    )  # fmt: skip
     operands = (left, right) if prepared.blocks is None else _described(left, right, strides, transposed, *prepared.blocks)
-    prepared.launch(*operands, left if bias is None else bias.contiguous(), addresses)
+    told = (addresses, addresses) if meeting is None else (meeting.flags, meeting.counts)
+    prepared.launch(*operands, left if bias is None else bias.contiguous(), addresses, *told)
 
 
 class _Prepared(NamedTuple):
@@ -121,7 +127,7 @@ class _Prepared(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _prepared(
-    left_shape, right_shape, strides, transposed, aligned, batch, tokens, first, bias_form, dtype, device
+    left_shape, right_shape, strides, transposed, aligned, batch, tokens, first, bias_form, meeting, dtype, device
 ) -> _Prepared:  # fmt: skip
     length, rows, inner = left_shape
     columns = right_shape[2]
@@ -134,10 +140,12 @@ def _prepared(
     by_pointer = POINTER_TILES if step_of(inner) == step_of(columns) == 8 else UNALIGNED_TILES
     tile = tile_for(length, rows, columns, sms, TILES if described else by_pointer)
     tiles = length * triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
+    place, ranks = (meeting or (0, 0))[:2]
     launch = Launch(
         _gemm_combine,
         (min(sms, tiles),),
-        (rows, columns, inner, tiles, strides[0], pitch, batch, tokens, first),
+        (place, ranks, rows, columns, inner, tiles, strides[0], pitch, batch, tokens, first),
+        MEETS=meeting is not None,
         TMA=described,
         TRANSPOSED=transposed,
         BIAS=bias_form,
@@ -228,6 +236,10 @@ if triton is not None:
         right,
         bias,
         addresses,
+        flags,
+        counts,
+        place,
+        ranks,
         rows,
         columns,
         inner,
@@ -237,6 +249,7 @@ if triton is not None:
         batch,
         tokens,
         first,
+        MEETS: tl.constexpr,
         TMA: tl.constexpr,
         TRANSPOSED: tl.constexpr,
         BIAS: tl.constexpr,
@@ -293,3 +306,5 @@ if triton is not None:
                 else:
                     value = (accumulator + shift).to(bias.dtype.element_ty)
             tl.store(row_pointers[:, None] + column[None, :], value, mask=in_rows[:, None] & inside[None, :])
+        if MEETS:
+            tell(flags, counts, place, ranks, tl.num_programs(0))

@@ -8,9 +8,10 @@
     copy      copy           copies to or from a peer, or on a stream of their own: copy engines
               local-copy     copies within the device on the computation's stream; these are computation
     network   nccl           kernels of NCCL
-              store          a kernel that stores rows into the peers' memory (`kernels.store_rows`)
+              store          a kernel that stores rows into the peers' memory and waits for theirs (`kernels.store_rows`)
     signal    signal         tells a peer that its rows have been put
-              wait           waits for that
+              wait           waits for that; also the copy of the results that begins with a wait for all ranks
+                             (`kernels.collect`), as a whole
               barrier        waits for all ranks of the host
 
 Kinds follow from the kernels' names. Waits and barriers move nothing, but nothing else runs on their stream meanwhile:
@@ -38,7 +39,7 @@ KINDS = tuple(_LANE_OF)
 COMPUTATION = frozenset((GEMM, COMBINE, EPILOGUE, OTHER, LOCAL_COPY))
 _PATTERNS = (
     ("store", re.compile(r"_store_rows")),
-    ("wait", re.compile(r"wait_signal_kernel")),
+    ("wait", re.compile(r"wait_signal_kernel|^_collect$")),
     ("signal", re.compile(r"put_signal_kernel")),
     ("barrier", re.compile(r"symmetric_memory::barrier_kernel|^barrier_kernel")),
     (NCCL, re.compile(r"nccl", re.IGNORECASE)),

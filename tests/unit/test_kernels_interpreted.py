@@ -19,14 +19,20 @@ def _buffers(ranks, *shape):
 
 
 def store_rows():
-    from compile_overlap.kernels.store_rows import store_rows
+    from compile_overlap.kernels import store_rows as kernel
+    from compile_overlap.kernels.meeting import Meeting
+
+    kernel.sm_count = lambda device: 1
 
     for B, P, L, D in ((3, 2, 6, 40), (1, 4, 3, 1300), (2, 8, 4, 5)):
         for first, length, stored in ((0, L, L), (1, L - 1, L - 1), (0, 1, 1), (0, L, L - 1), (1, L - 1, 1)):
             sources = [torch.randn(B, P, L, D).half() for _ in range(P)]
             inboxes, addresses = _buffers(P, P * B * L * D)
             for rank, source in enumerate(sources):
-                store_rows(source, addresses, first, length, stored, rank)
+                flags = torch.zeros(1, dtype=torch.int32)
+                meeting = Meeting(torch.tensor([flags.data_ptr()]), torch.tensor([0, 7], dtype=torch.int32), 0, 1000)
+                kernel.store_rows(source, addresses, first, length, stored, rank, meeting)
+                assert flags.tolist() == [8] and meeting.counts.tolist() == [0, 8]
             begin, end = P * B * first * D, P * B * (first + length) * D
             for owner, inbox in enumerate(inboxes):
                 rows = torch.cat([source[:, owner, first : first + length] for source in sources])

@@ -46,17 +46,21 @@ def test_one_row_for_each_rank_is_lowered(monkeypatch):
     assert _lowered(log) == [7, 7]
 
 
-def test_a_layer_of_one_chunk_is_six_calls(monkeypatch):
-    """Each of them one launch, but for the last: a barrier and a copy."""
+@pytest.mark.parametrize("off, calls", [
+    ("", ["peer_layer"]),
+    ("one-call", ["peer_put", "peer_take", "bmm", "gated_norm_forward", "peer_gemm", "peer_finish"]),
+])  # fmt: skip
+def test_a_layer_of_one_chunk_is_one_call(monkeypatch, off, calls):
+    """Of six operators, with a launch each but for `peer_take`."""
     codes, real = [], verify.compare
     monkeypatch.setattr(verify, "compare", lambda expected, code: (codes.append(code), real(expected, code)))
     with torch.no_grad():
-        settings = {**PEERS, "A2A_FFN_RECIPE": "eager_exact"}
-        _run(monkeypatch, lambda layer: _call(layer(), _input()), chunks="1", **settings)
+        settings = {**PEERS, "A2A_FFN_RECIPE": "eager_exact", "A2A_FFN_DISABLE_PASSES": off}
+        log = _run(monkeypatch, lambda layer: _call(layer(), _input()), chunks="1", **settings)
+    assert [matches for name, matches in log if name == "one-call"] == ([] if off else [1])
     called = r"(?:extern_kernels|torch\.ops\.compile_overlap)\.(\w+?)(?:\.default)?\(|(?:cpp|triton)_\w+\("
     lines = (line for line in codes[-1].split("def call(")[1].splitlines() if not line.strip().startswith("#"))
-    calls = re.findall(called, "\n".join(lines))
-    assert calls == ["peer_put", "peer_take", "bmm", "gated_norm_forward", "peer_gemm", "peer_finish"]
+    assert re.findall(called, "\n".join(lines)) == calls
 
 
 @pytest.mark.parametrize("chunks", ["1", "2"])

@@ -30,6 +30,7 @@ EPILOGUE = "triton_red_fused_add_mul_native_layer_norm_silu_split_unsqueeze_4"
     (NVJET, "gemm"), ("sm90_xmma_gemm_bf16bf16", "gemm"), ("_chunk_bmm", "gemm"), ("_gemm_combine", "gemm-combine"),
     (EPILOGUE, "epilogue"), ("_exact_gated_norm", "epilogue"), ("_columns", "epilogue"), (SEND_RECV, "nccl"),
     ("Memcpy PtoP (Device -> Device)", "copy"), ("Memcpy DtoD (Device -> Device)", "local-copy"), ("_store_rows", "store"),
+    ("_collect", "wait"),
     ("c10d::symmetric_memory::wait_signal_kernel(unsigned int**, int)", "wait"), ("void put_signal_kernel", "signal"),
     ("c10d::symmetric_memory::barrier_kernel(unsigned int**, int)", "barrier"), ("triton_poi_fused_clone_1", "other"),
 ])  # fmt: skip

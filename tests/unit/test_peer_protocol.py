@@ -60,10 +60,11 @@ class Machine:
 
         return run
 
-    def barrier(self, rank, channel):
-        others = [each for each in self.ranks if each != rank]
-        raised = [self.raise_flag(other, (channel, rank)) for other in others]
-        return raised + [self.take_flag(rank, (channel, other)) for other in others]
+    def tell(self, rank, channel):
+        return [self.raise_flag(other, (channel, rank)) for other in self.ranks if other != rank]
+
+    def told(self, rank, channel):
+        return [self.take_flag(rank, (channel, other)) for other in self.ranks if other != rank]
 
 
 def sent(machine, rank, call, chunk):
@@ -96,12 +97,12 @@ def call_of(machine, rank, call, chunks, stream, stored=ALL, captured=False):
         if step.kind == START and step.exchange == 1 and at_once != NONE:
             part = 0 if at_once == ALL else HEAD
             issued += [(stream, machine.write("inbox", each, part, rank, call)) for each in machine.ranks]
+            issued += [(stream, each) for each in machine.tell(rank, "inbox") + machine.told(rank, "inbox")]
         elif step.kind == START and step.exchange == 1:
             issued.append((stream, machine.record(("issued", rank, call, chunk))))
             issued += sent(machine, rank, call, chunk)
         elif step.kind == WAIT and step.exchange == 1 and at_once != NONE:
             issued.append((stream, machine.record(("issued", rank, call, chunk))))
-            issued += [(stream, each) for each in machine.barrier(rank, "inbox")]
             if at_once == SOME:
                 issued.append((stream, machine.read("inbox", rank, HEAD, call, last=False)))
                 issued += sent(machine, rank, call, chunk) + arrived(machine, rank, call, chunk, stream)
@@ -111,10 +112,10 @@ def call_of(machine, rank, call, chunks, stream, stored=ALL, captured=False):
             issued.append((stream, machine.read("inbox", rank, chunk, call, last=False)))
         elif step.kind == GEMM:
             issued += [(stream, machine.write("results", each, chunk, rank, call)) for each in machine.ranks]
-    # The inboxes may be read until the last GEMM of the call.
+    # The inboxes may be read until the last GEMM of the call, which tells that it is done.
     parts = [*range(chunks), *([HEAD] if stored == SOME else [])]
     issued += [(stream, machine.read("inbox", rank, part, call, last=True)) for part in parts]
-    issued += [(stream, each) for each in machine.barrier(rank, "results")]
+    issued += [(stream, each) for each in machine.tell(rank, "results") + machine.told(rank, "results")]
     issued += [(stream, machine.read("results", rank, chunk, call, last=True)) for chunk in range(chunks)]
     return issued + [(stream, machine.record(("free", rank, call)))]
 
@@ -183,6 +184,6 @@ def test_the_model_sees_what_the_rules_are_for(monkeypatch):
     with monkeypatch.context() as patch:  # calls on two streams, without `Room.free`
         patch.setattr(Machine, "wait", lambda self, event: lambda: event[0] == "free" or event in self.events)
         assert _breaks(lambda machine, queues: queues)
-    with monkeypatch.context() as patch:  # no barrier before the results are copied
-        patch.setattr(Machine, "barrier", lambda self, rank, channel: [])
+    with monkeypatch.context() as patch:  # nobody waits before the results are copied
+        patch.setattr(Machine, "told", lambda self, rank, channel: [])
         assert _breaks(lambda machine, queues: queues)

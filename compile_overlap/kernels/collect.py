@@ -1,0 +1,49 @@
+"""A private copy of what all ranks have stored into a rank's results, made when they have."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from . import sm_count
+from .launch import Launch
+from .meeting import Meeting
+
+try:
+    import triton
+    import triton.language as tl
+
+    from .meeting import wait
+except ImportError:
+    triton = None
+
+_BLOCK, _WARPS, _PER_SM = 4096, 8, 4
+
+
+def collect(results: torch.Tensor, meeting: Meeting) -> torch.Tensor:
+    """A copy of `results`, contiguous, behind a wait for all ranks of the meeting."""
+    copy = torch.empty_like(results)
+    run = _launch(results.numel(), meeting.numbers, meeting.timed, results.dtype, results.device)
+    run(results, copy, meeting.flags, meeting.counts)
+    return copy
+
+
+@functools.lru_cache(maxsize=1024)
+def _launch(count, meeting, timed, dtype, device) -> Launch:
+    programs = min(triton.cdiv(count, _BLOCK), _PER_SM * sm_count(device))
+    return Launch(
+        _collect, (programs,), (*meeting, count, programs), TIMED=timed, BLOCK=_BLOCK, num_warps=_WARPS,
+    )  # fmt: skip
+
+
+if triton is not None:
+
+    @triton.jit
+    def _collect(
+        results, copy, flags, counts, place, ranks, timeout, count, programs, TIMED: tl.constexpr, BLOCK: tl.constexpr
+    ):  # fmt: skip
+        wait(flags, counts, place, ranks, timeout, TIMED)
+        for begin in range(tl.program_id(0) * BLOCK, count, programs * BLOCK):
+            at = begin + tl.arange(0, BLOCK)
+            tl.store(copy + at, tl.load(results + at, mask=at < count), mask=at < count)
