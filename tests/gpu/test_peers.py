@@ -5,6 +5,8 @@ Ranks have a GPU each, with NCCL, or share GPUs, with gloo, where the torch vers
 
 import functools
 import os
+import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -104,3 +106,26 @@ def _opchecks(rank):
 
 def test_operators_keep_the_rules(tmp_path):
     assert run_on_ranks(_opchecks, P, tmp_path, start=start) == [True, True]
+
+
+def _late(rank, folder):
+    """Rank 0 puts rows and waits; rank 1 does not come."""
+    group = dist.group.WORLD
+    rooms.make_room(group, P, 1 << 20, torch.device("cuda", torch.cuda.current_device()))
+    alias = ALIAS.format(group.group_name)
+    here, error = rooms.room(alias), None
+    here.inbox_meeting = replace(here.inbox_meeting, timeout_ms=2000)
+    if rank == 0:
+        try:
+            peers.peer_put(_draw(rank, 3, P, 4, WIDTH), 0, 0, 4, P, 4, alias)
+            torch.cuda.synchronize()
+        except RuntimeError as problem:  # torch.AcceleratorError from 2.8 on
+            error = str(problem)
+    time.sleep(0 if rank == 0 else 6)  # its end would end the other one's store
+    torch.save(error, f"{folder}/{rank}.pt")
+    os._exit(0)  # the device is of no use any more
+
+
+def test_a_wait_that_lasts_too_long_ends_the_use_of_the_device(tmp_path):
+    error, _ = run_on_ranks(functools.partial(_late, folder=str(tmp_path)), P, tmp_path, start=start)
+    assert "CUDA error" in error
