@@ -16,7 +16,7 @@ import torch.distributed as dist
 from . import compat
 from .compiler import CompiledLayer
 from .config import variables
-from .layout import check_group, eps_of, parameters_of
+from .layout import check_group, parameters_of
 
 
 class _Answer(NamedTuple):
@@ -30,6 +30,7 @@ _ANSWERS: weakref.WeakKeyDictionary[Any, dict[tuple, list[_Answer]]] = weakref.W
 
 def _key(ffn: torch.nn.Module, inputs: torch.Tensor, comp_only: bool) -> tuple:
     """What the answer to a call of `forward_ffn` depends on, but for the tensors' layouts and the group itself."""
+    norm_x, norm_gate = ffn.norm_x, ffn.norm_gate  # a module looks its parts up slowly
     return (
         comp_only,
         inputs.shape,
@@ -39,12 +40,13 @@ def _key(ffn: torch.nn.Module, inputs: torch.Tensor, comp_only: bool) -> tuple:
         ffn.bwd_mode,
         ffn.gemm_backend,
         getattr(ffn, "comm_scale", 1),
-        eps_of(ffn),
-        type(ffn.norm_x),
-        type(ffn.norm_gate),
+        getattr(norm_x, "eps", None),
+        getattr(norm_gate, "eps", None),
+        type(norm_x),
+        type(norm_gate),
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled(ffn.w1.device.type),
+        torch.is_autocast_enabled(inputs.device.type),
         variables(),
     )
 

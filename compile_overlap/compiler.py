@@ -94,6 +94,7 @@ class CompiledLayer:
 def _compile(graph: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable[..., Any]:
     """The backend: compile the graph of the layer that is being called."""
     of_layer, patches, decompositions = weakref.ref(_RUNNING.layer), passes.config_patches(), None
+    patches["size_asserts"] = False  # what a compiled layer is called with has been checked
     if _RUNNING.layer.static["recipe"] == EAGER_EXACT:
         patches["shape_padding"] = False
         decompositions = compat.exact_decompositions()

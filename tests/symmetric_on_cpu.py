@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from compile_overlap import peers, rooms
-from compile_overlap.kernels import chunk_gemm_triton, collect, gemm_combine, store_rows
+from compile_overlap.kernels import chunk_gemm_triton, gemm_combine, store_rows
 
 CHANNELS, MOST_RANKS = 16, 16
 FLAGS = CHANNELS * MOST_RANKS
@@ -100,7 +100,7 @@ def install(folder) -> None:
     rooms.symmetric_memory.empty, rooms.symmetric_memory.rendezvous = files.empty, files.rendezvous
     rooms.own_obstacle = lambda *_: None
     peers._memcpy_2d = lambda: _memcpy_2d
-    for kernel in (chunk_gemm_triton, collect, gemm_combine, store_rows):
+    for kernel in (chunk_gemm_triton, gemm_combine, store_rows):
         kernel.sm_count = lambda device: 2
     gemm_combine.TensorDescriptor = None
     gemm_combine.agrees_with_cublas = lambda *_: True

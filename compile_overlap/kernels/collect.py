@@ -1,4 +1,8 @@
-"""A private copy of what all ranks have stored into a rank's results, made when they have."""
+"""A private copy of what all ranks have stored into a rank's results, made when they have.
+
+At most `_PROGRAMS` programs wait and copy: they keep half of an H200's multiprocessors free for whatever the other ranks may
+be waiting for, the kernels of a collective on another stream, say.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,6 @@ import functools
 
 import torch
 
-from . import sm_count
 from .launch import Launch
 from .meeting import Meeting
 
@@ -18,7 +21,7 @@ try:
 except ImportError:
     triton = None
 
-_BLOCK, _WARPS, _PER_SM = 4096, 8, 4
+_PROGRAMS, _WARPS, _SMALLEST, _LARGEST = 64, 32, 4096, 32768
 
 
 def collect(results: torch.Tensor, meeting: Meeting) -> torch.Tensor:
@@ -31,9 +34,10 @@ def collect(results: torch.Tensor, meeting: Meeting) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=1024)
 def _launch(count, meeting, timed, dtype, device) -> Launch:
-    programs = min(triton.cdiv(count, _BLOCK), _PER_SM * sm_count(device))
+    block = min(max(triton.next_power_of_2(triton.cdiv(count, _PROGRAMS)), _SMALLEST), _LARGEST)
+    programs = min(triton.cdiv(count, block), _PROGRAMS)
     return Launch(
-        _collect, (programs,), (*meeting, count, programs), TIMED=timed, BLOCK=_BLOCK, num_warps=_WARPS,
+        _collect, (programs,), (*meeting, count, programs), TIMED=timed, BLOCK=block, num_warps=_WARPS,
     )  # fmt: skip
 
 

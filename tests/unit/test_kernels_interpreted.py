@@ -41,6 +41,18 @@ def store_rows():
                 assert (inbox[:begin] == UNTOUCHED).all() and (inbox[end:] == UNTOUCHED).all()
 
 
+def collect():
+    from compile_overlap.kernels import collect as kernel
+    from compile_overlap.kernels.meeting import Meeting
+
+    kernel._SMALLEST, kernel._LARGEST, kernel._PROGRAMS = 16, 32, 3
+    flags = torch.tensor([3, 3, 4], dtype=torch.int32)
+    meeting = Meeting(torch.tensor([0, flags.data_ptr(), 0]), torch.tensor([0, 3], dtype=torch.int32), 1, 1000)
+    for count in (1, 16, 47, 200):
+        results = torch.randn(count).half()
+        assert torch.equal(kernel.collect(results, meeting), results)
+
+
 def gemm_combine():
     from compile_overlap.kernels import gemm_combine as kernel
 
@@ -80,7 +92,7 @@ def chunk_bmm_triton():
             assert torch.allclose(kernel.chunk_bmm_triton(left, right).float(), expected, rtol=2e-3, atol=2e-2)
 
 
-@pytest.mark.parametrize("kernel", [store_rows, gemm_combine, chunk_bmm_triton], ids=lambda kernel: kernel.__name__)
+@pytest.mark.parametrize("kernel", [store_rows, collect, gemm_combine, chunk_bmm_triton], ids=lambda kernel: kernel.__name__)
 def test_every_value_reaches_its_place(kernel):
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
