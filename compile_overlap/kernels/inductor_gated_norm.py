@@ -323,20 +323,18 @@ if triton is not None:
                 mean_u0, m2_u0, mean_u1, m2_u1, mean_g0, m2_g0, mean_g1, m2_g1, True, HAS_BIAS, ROUNDED,
             )  # fmt: skip
         count = tl.where(tl.arange(0, BLOCK)[None, :] < 2 * LEFT, STEPS + 1.0, STEPS * 1.0)
-        states = (
-            tl.interleave(mean_u0, mean_u1), tl.interleave(m2_u0, m2_u1),
-            tl.interleave(mean_g0, mean_g1), tl.interleave(m2_g0, m2_g1), count,
-        )  # fmt: skip
+        mean_u, m2_u = tl.interleave(mean_u0, mean_u1), tl.interleave(m2_u0, m2_u1)
+        mean_g, m2_g = tl.interleave(mean_g0, mean_g1), tl.interleave(m2_g0, m2_g1)
         if HALVES:  # in a thread, then in a warp, then over the warps, as it is done without being told
-            shape: tl.constexpr = [WARPS, 32, BLOCK // (32 * WARPS)]
-            states = (
-                tl.reshape(states[0], shape), tl.reshape(states[1], shape), tl.reshape(states[2], shape),
-                tl.reshape(states[3], shape), tl.reshape(states[4], shape),
-            )  # fmt: skip
-            states = tl.reduce(tl.reduce(states, 2, _combine), 1, _combine_halves)
-            mean_x, var_x, mean_gate, var_gate, _ = tl.reduce(states, 0, _combine)
+            EACH: tl.constexpr = BLOCK // (32 * WARPS)
+            mean_u, m2_u = tl.reshape(mean_u, [WARPS, 32, EACH]), tl.reshape(m2_u, [WARPS, 32, EACH])
+            mean_g, m2_g = tl.reshape(mean_g, [WARPS, 32, EACH]), tl.reshape(m2_g, [WARPS, 32, EACH])
+            count = tl.reshape(count, [WARPS, 32, EACH])
+            mean_u, m2_u, mean_g, m2_g, count = tl.reduce((mean_u, m2_u, mean_g, m2_g, count), 2, _combine)
+            mean_u, m2_u, mean_g, m2_g, count = tl.reduce((mean_u, m2_u, mean_g, m2_g, count), 1, _combine_halves)
+            mean_x, var_x, mean_gate, var_gate, _ = tl.reduce((mean_u, m2_u, mean_g, m2_g, count), 0, _combine)
         else:
-            mean_x, var_x, mean_gate, var_gate, _ = tl.reduce(states, 1, _combine)
+            mean_x, var_x, mean_gate, var_gate, _ = tl.reduce((mean_u, m2_u, mean_g, m2_g, count), 1, _combine)
         rstd_x = libdevice.rsqrt(var_x / (H * 1.0) + eps_x)
         rstd_gate = libdevice.rsqrt(var_gate / (H * 1.0) + eps_gate)
         tl.store(stats_ptr + row, mean_x)
