@@ -75,8 +75,8 @@ def peer_put(
 ) -> torch.Tensor:
     """Put tokens `first`..`first`+`length` of each rank's share of `source` [B,P,L,D] into that rank's inbox.
 
-    A kernel stores the first `stored` of them. The others go by copy engines, beside the computation: at once where none
-    are stored, else when `peer_take_gemm` has launched what hides them. Chunks are put in their order, beginning with 0.
+    A kernel stores the first `stored` of them, and my own rows. The others go by copy engines, beside the computation: at
+    once where none are stored, else when `peer_take_gemm` has launched what hides them. Chunks are put in their order, beginning with 0.
     The result holds nothing; what takes the same chunk needs it and `source`, which keeps both alive until then.
     """
     here = room(alias)
@@ -96,12 +96,15 @@ def peer_put(
 
 @ranges.named
 def _send(here: Room, source: torch.Tensor, chunk: int, first: int, length: int, begin: int) -> None:
-    """Put a chunk's tokens from its `begin`-th on by copy engines, on a stream of their own, and signal to their owners."""
+    """Put a chunk's tokens from its `begin`-th on by copy engines, on a stream of their own, and signal to their owners.
+
+    My own rows too, unless the kernel that stored the first tokens has stored them.
+    """
     batch, P, tokens, width = source.shape
     size = source.element_size() * width
     piece, pitch = length * size, P * tokens * size
     with torch.cuda.stream(here.sending):
-        for peer, place in (*here.others, (here.rank, None)):
+        for peer, place in (*here.others, *(() if begin else ((here.rank, None),))):
             to = here.inboxes[peer] + (P * first * size + here.rank * piece) * batch + begin * size
             at = source.data_ptr() + (peer * tokens + first + begin) * size
             _copy_rows(to, at, (length - begin) * size, piece, pitch, batch, here.sending)

@@ -139,7 +139,7 @@ def _store_rows(source, addresses, first, length, stored, rank, meeting):
     for peer, address in enumerate(addresses.tolist()):
         for b in range(batch if address else 0):
             begin = (P * batch * first + (rank * batch + b) * length) * width * source.element_size()
-            _store(address + begin, source[b, peer, first : first + stored].contiguous())
+            _store(address + begin, source[b, peer, first : first + (length if peer == rank else stored)].contiguous())
     _tell(meeting)
     _wait(meeting)
 

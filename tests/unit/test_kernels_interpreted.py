@@ -36,7 +36,8 @@ def store_rows():
             begin, end = P * B * first * D, P * B * (first + length) * D
             for owner, inbox in enumerate(inboxes):
                 rows = torch.cat([source[:, owner, first : first + length] for source in sources])
-                rows[:, stored:] = UNTOUCHED
+                theirs = torch.arange(P * B) // B != owner
+                rows[theirs, stored:] = UNTOUCHED
                 assert torch.equal(inbox[begin:end], rows.flatten())
                 assert (inbox[:begin] == UNTOUCHED).all() and (inbox[end:] == UNTOUCHED).all()
 
