@@ -46,7 +46,7 @@ def _key(ffn: torch.nn.Module, inputs: torch.Tensor, comp_only: bool) -> tuple:
         type(norm_gate),
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled(inputs.device.type),
+        torch.is_autocast_enabled(ffn.w1.device.type),
         variables(),
     )
 

@@ -27,10 +27,13 @@ class Kernel:
             self.compiled.append((grid, args, options))
             return self
 
-        def again(*args, stream):
-            self.launched.append((grid, args, stream))
+        return run
 
-        return run if len(grid) < 3 else again
+    function, packed_metadata = "function", "metadata"
+
+    def run(self, x, y, z, stream, function, metadata, launch_metadata, enter, leave, *args):
+        assert (function, metadata, launch_metadata, enter, leave) == ("function", "metadata", None, None, None)
+        self.launched.append(((x, y, z), args, stream))
 
 
 @pytest.mark.parametrize("with_constants", [False, True])
