@@ -29,6 +29,9 @@ HEADS = (2, 3, 4, 6, 8)  # tokens of a first chunk that may be dispatched before
 # What that must save by prediction for each copy, signal and wait, of which there are three a rank: as much as they cost
 # the host, which bounds the calls of small layers.
 HEAD_LAUNCH_S = 5e-6
+# What that must save by prediction for each copy, signal and wait, of which there are three a rank: as much as they cost
+# the host, which bounds the calls of small layers.
+HEAD_LAUNCH_S = 5e-6
 # The host's time for an exchange through the peers' memory, by its pieces (on an H200's host, `small_host.log`): the
 # simulator's own was fitted to eager calls of small layers, all of whose host time it holds.
 PEER_S = 7e-5
@@ -167,9 +170,7 @@ def _head(layout: Layout, plan: Plan, training: bool, element_size: int) -> int:
     """The `Plan.head` of the shortest simulation on H200s; 0 unless it saves enough."""
     heads = [head for head in HEADS if plan.sizes[0] - head >= MIN_TOKENS]
     plans = [plan, *(replace(plan, head=head) for head in heads)]
-    machine = machine_of()
-    machine = replace(machine, stack=replace(machine.stack, peer_s=PEER_S))
-    times = [simulate(Case(machine, layout, each, training, element_size)).total for each in plans]
+    times = [simulate(Case(machine_of(), layout, each, training, element_size)).total for each in plans]
     best = min(range(len(plans)), key=times.__getitem__)
     return plans[best].head if times[best] <= times[0] - 3 * layout.P * HEAD_LAUNCH_S else 0
 

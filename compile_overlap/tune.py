@@ -44,8 +44,11 @@ class Tuning:
     def __str__(self) -> str:
         unchunked = next(iter(self.seconds))
         lines = [f"tuned: slowest rank's median of {self.rounds} rounds, ms"]
-        for each, seconds in sorted(self.seconds.items(), key=lambda item: item[1]):
-            marks = (", unchunked" if each == unchunked else "") + (", taken" if each == self.plan else "")
+        ranked = sorted(self.seconds.items(), key=lambda item: item[1])
+        within_noise = "" if ranked[0][0] == self.plan else ", since no other is faster by more than noise"
+        for each, seconds in ranked:
+            marks = ", unchunked" if each == unchunked else ""
+            marks += f", taken{within_noise}" if each == self.plan else ""
             lines.append(f"{seconds * 1e3:>12.4f}  {each}{marks}")
         return "\n".join([*lines, f"kept in {self.path}" if self.path else "kept in this process only"])
 

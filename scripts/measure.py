@@ -121,7 +121,9 @@ def _traces(parser, options, workload, modes: list[str]) -> tuple[dict[str, Any]
 
 
 def table(result: dict[str, Any]) -> str:
-    """The figures as text: of the slowest rank's times, and of the slowest rank's trace."""
+    """The figures as text: of the slowest rank's times, and of the slowest rank's trace; none where these mean nothing."""
+    if result["trace_note"] == NO_TRACE:
+        return f"note: {NO_TRACE}; neither do hidden and exposed times mean anything there"
     width = max(18, *(len(mode) + 2 for mode in result["hiding"]))
     lines = [f"\n{'mode':<{width}}{'hidden':>9}{'own':>9}{'E':>9}{'E Flux':>9}{'exposed us':>12}"]
     for mode, values in result["hiding"].items():

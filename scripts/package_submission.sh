@@ -2,7 +2,7 @@
 # Makes the submission: a ZIP of the last commit, complete by scripts/submission_manifest.txt. Fails naming what is missing.
 #   bash scripts/package_submission.sh [OUT.zip]      default: build/submission.zip
 # It holds code, configurations, launch commands, correctness logs, raw timings, traces, proposal and report. The same commit
-# gives the same bytes. $PYTHON (default python3) makes it; with the `report` extra it also says whether the report is stale.
+# gives the same bytes. $PYTHON (default: A2A_VENV's, or python3) makes it; with the `report` extra it also says whether the report is stale.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 case ${1:-} in
@@ -10,7 +10,7 @@ case ${1:-} in
   -*) echo "error: $1: must be the ZIP file to write" >&2; exit 2 ;;
 esac
 out=${1:-$root/build/submission.zip}
-python=${PYTHON:-python3}
+python=${PYTHON:-${A2A_VENV:+$A2A_VENV/bin/}python3}
 if [[ ! -e $root/.git ]]; then
   echo "error: $root is no git checkout; the submission is made of a commit" >&2
   exit 2

@@ -226,7 +226,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--cards", type=int, choices=range(1, 9), default=8, help="400 Gb/s cards of a host (default: %(default)s)")
     add("--stack", choices=sorted(STACKS), default=machines.COMPILED.name)
     add("--transport", choices=(COLLECTIVES, PEERS), default=COLLECTIVES)
-    add("--chunks", type=int, help="chunks along L (default: the planner's)")
+    add("--chunks", type=int, help="chunks along L, of two tokens at least (default: the planner's)")
     add("--backward", action="store_true")
     for name, default in zip(("--batch-size", "--tokens", "--dim", "--k"), DEFAULT):
         add(name, type=int, default=default, help="(default: %(default)s)")

@@ -1,7 +1,7 @@
 """Finds the plugin behind ``--overlap kernel``.
 
 ``A2A_FFN_KERNEL_PLUGIN`` names an importable module or a ``.py`` file; unset, it is ``kernel_overlap_plugin``.
-``overlap-src/`` is on the search path.
+``overlap-src/`` is on the search path, and at its end the repository that this folder is in.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ from pathlib import Path
 PLUGIN_VARIABLE = "A2A_FFN_KERNEL_PLUGIN"
 DEFAULT_PLUGIN = "kernel_overlap_plugin"
 PLUGIN_FOLDER = Path(__file__).resolve().parent.parent / "overlap-src"
+REPOSITORY = PLUGIN_FOLDER.parent.parent
 _loaded = []  # the plugin's module, once there is one
 
 
@@ -68,6 +69,7 @@ def _function(name):
     plugin = plugin_name()
     if str(PLUGIN_FOLDER) not in sys.path:
         sys.path.insert(0, str(PLUGIN_FOLDER))
+        sys.path.append(str(REPOSITORY))
     try:
         module = _load_file(Path(plugin)) if plugin.endswith(".py") else importlib.import_module(plugin)
     except Exception as cause:

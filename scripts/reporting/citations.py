@@ -13,6 +13,7 @@ from typing import Any, Callable, Iterator
 
 from rankmixer import schema
 
+NOISE = 0.005  # differences between modes that may not repeat
 NO_RECORD = "no record"
 NOT_RECORDED = "not recorded"
 COMPARISONS = ("comparison", "overlap-measurement")
@@ -232,9 +233,9 @@ class Record:
         return self.cite("difference", self._median(mode), self._median(to), form="3", scale=1e3)
 
     def slower(self, mode: str, than: str) -> bool:
-        """For decisions: whether the record holds both modes, and one takes longer than the other."""
+        """For decisions: whether the record holds both modes, and one takes longer than the other by more than noise."""
         seconds = [self.get(*self._median(each)) for each in (mode, than)]
-        return None not in seconds and seconds[0] > seconds[1]
+        return None not in seconds and seconds[0] > seconds[1] * (1 + NOISE)
 
     def _median(self, mode: str) -> tuple:
         return median(self.mode(mode) or mode)

@@ -139,7 +139,8 @@ def _stores_to_peers(trace: Record) -> bool:
 def _as_asked(record: Record, link: str, compiled: bool, shape: tuple) -> bool:
     if link == SHAPED:
         return True
-    forced = any(name.startswith("A2A_FFN_") for name in record.get("variables") or ())
+    # Where plans are kept, or that none are, changes nothing that is measured without `--tune`.
+    forced = any(name.startswith("A2A_FFN_") and name != "A2A_FFN_PLANS" for name in record.get("variables") or ())
     eager = record.get(*record.setting("no_compile"))
     return eager is not compiled and not forced and _sizes(record) == shape and _by_default(record, SHAPE)
 

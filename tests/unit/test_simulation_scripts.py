@@ -52,6 +52,11 @@ def test_the_written_calibration_is_this_one(calibration):
     assert written["fitted"] == calibration["fitted"] and written["fitted_on"] == calibration["fitted_on"]
 
 
+def test_the_written_scaling_is_what_the_code_computes():
+    written = json.loads((command.CALIBRATION.parent / "scaling.json").read_text())
+    assert written["cases"] == json.loads(json.dumps([command.answer(each) for each in command.standard()]))
+
+
 def test_a_recorded_plan_is_what_is_simulated():
     known = next(found for found in calibrate.configurations() if found.name == calibrate.SHARED_MEMORY_FORWARD)
     machine = known.machine(FITTED)
