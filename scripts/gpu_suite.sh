@@ -90,14 +90,15 @@ for part in $parts; do
       ;;
     ablation)
       peers=kernel:TRANSPORT=peers
-      modes=none,kernel:peers,kernel:sequential,$nccl,$peers+CHUNKS=4,$peers+GEMMS=cublas,$peers+DISABLE_PASSES=reorder,$peers+NORM=inductor,$peers+OWN_FIRST=1
+      modes=none,kernel:peers,kernel:sequential,$nccl,$peers+CHUNKS=4,$peers+GEMMS=cublas,$peers+DISABLE_PASSES=reorder,$peers+NORM=inductor
+      modes+=,$peers+HEAD=0,$peers+OWN_FIRST=1,$peers+DISABLE_PASSES=one-call
       for compile in "" --no-compile; do
         for pass in "" --backward; do
           name=ablation${compile:+_eager}${pass:+_backward}
           exact=${pass:+${compile:+,$peers+GRADIENTS=exact}}
           common="--warmup 5 --num-tests 20 --rounds 4 $compile $pass"
           step "$name" $compare --modes "$modes$exact" $common --json "$out/$name.json"
-          tail -n 11 "$out/$name.log"
+          tail -n 13 "$out/$name.log"
         done
       done
       ;;
@@ -124,9 +125,9 @@ for part in $parts; do
       done
       ;;
     sanitizer)
-      small="bfloat16 and (2x3x132 or 2x7x390 or 1x2x256 or 3x37x390 or 2x8x9x80x10 or 5x2x2x96x36 or 2x5x40x72)" # sanitizers are slow
+      small="bfloat16 and (2x3x132 or 2x7x390 or 1x2x256 or 3x37x390 or 2x8x9x80x10 or 5x2x2x96x36 or 2x5x40x72) or 4-1 or 3-1" # sanitizers are slow
       for tool in memcheck racecheck; do
-        kernels="test_exact_gated_norm.py test_gated_norm_grad.py test_gemm_combine.py test_chunk_gemm_triton.py"
+        kernels="test_exact_gated_norm.py test_gated_norm_grad.py test_gemm_combine.py test_chunk_gemm_triton.py test_meeting.py"
         step "sanitizer_$tool" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $tool --error-exitcode 9 \
           "$python" -m pytest -q -p no:cacheprovider -k "$small" \
           $(printf "$root/tests/gpu/%s " $kernels)
