@@ -42,17 +42,22 @@ _DESCRIBED_FROM = 1 << 32
 
 
 class Tile(NamedTuple):
-    """Rows and columns of a tile, warps, pipeline stages, and what a wave of such tiles costs, relatively."""
+    """Rows and columns of a tile, warps, pipeline stages, what a wave of such tiles costs, relatively, and whether tiles
+    and K are one loop: a tile's first blocks are then on their way while the one before is stored (with descriptors)."""
 
     rows: int
     columns: int
     warps: int
     stages: int
     cost: float
+    flat: bool = False
 
 
-# Costs: measured on an H200 at K = 7680, N = 1280 over 8, 16 and 32 tokens of 1024 rows (84 and 46 us a wave).
-TILES = (Tile(256, 128, 8, 4, 1.0), Tile(128, 128, 4, 4, 0.55), Tile(64, 128, 4, 4, 0.35))
+# Costs: measured on an H200 (`reports/results/h200-torch-2.11.0/kernels.log`).
+TILES = (
+    Tile(128, 256, 8, 4, 1.0, flat=True), Tile(256, 128, 8, 4, 1.02),
+    Tile(128, 128, 4, 4, 0.55, flat=True), Tile(64, 128, 4, 4, 0.35, flat=True),
+)  # fmt: skip
 # Loads by pointer keep addresses in registers: three stages fit beside a large tile. The costs are estimates.
 POINTER_TILES = (Tile(256, 128, 8, 3, 1.1), Tile(128, 128, 8, 4, 0.6), Tile(64, 128, 4, 4, 0.35))
 # Where rows are not aligned to 16 bytes every element or pair of them has an address of its own.
@@ -147,6 +152,7 @@ def _prepared(
         (place, ranks, rows, columns, inner, tiles, strides[0], pitch, batch, tokens, first),
         MEETS=meeting is not None,
         TMA=described,
+        FLAT=described and tile.flat,
         TRANSPOSED=transposed,
         BIAS=bias_form,
         BM=tile.rows,
@@ -231,6 +237,51 @@ if triton is not None:
         return accumulator
 
     @triton.jit
+    def _store_tile(
+        index, left, right, bias, addresses, rows, columns, inner, row_blocks, blocks, right_stride, right_pitch, batch,
+        tokens, first, TMA: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+        BK: tl.constexpr, WHOLE: tl.constexpr,
+    ):  # fmt: skip
+        """Compute a tile and store it to its owners."""
+        l = index // blocks
+        first_row = (index % blocks) % row_blocks * BM
+        first_column = (index % blocks) // row_blocks * BN
+        row = first_row + tl.arange(0, BM)
+        in_rows = row < rows
+        if TMA:
+            accumulator = tl.zeros([BM, BN], tl.float32)
+            for k in range(0, inner, BK):
+                a = left.load([l * rows + first_row, k])
+                if TRANSPOSED:
+                    b = tl.trans(right.load([l * columns + first_column, k]))
+                else:
+                    b = right.load([l * inner + k, first_column])
+                accumulator = tl.dot(a, b, accumulator)
+        else:
+            a_tile = left + (l * rows + first_row).to(tl.int64) * inner
+            b_tile = right + l.to(tl.int64) * right_stride
+            b_tile += first_column.to(tl.int64) * right_pitch if TRANSPOSED else first_column
+            accumulator = pointer_product(
+                a_tile, b_tile, rows - first_row, columns - first_column, inner, inner, right_pitch,
+                TRANSPOSED, BM, BN, BK, WHOLE,
+            )  # fmt: skip
+        owner = tl.load(addresses + row // batch, mask=in_rows, other=0)
+        pointer_type: tl.constexpr = tl.pointer_type(bias.dtype.element_ty)
+        at_row = ((row % batch).to(tl.int64) * tokens + first + l) * columns
+        row_pointers = tl.multiple_of(owner.to(pointer_type), 16) + at_row
+        column = first_column + tl.arange(0, BN)
+        inside = column < columns
+        if BIAS == 0:
+            value = accumulator.to(bias.dtype.element_ty)
+        else:
+            shift = tl.load(bias + l * columns + column, mask=inside, other=0.0)[None, :].to(tl.float32)
+            if BIAS == 1:
+                value = (accumulator.to(bias.dtype.element_ty).to(tl.float32) + shift).to(bias.dtype.element_ty)
+            else:
+                value = (accumulator + shift).to(bias.dtype.element_ty)
+        tl.store(row_pointers[:, None] + column[None, :], value, mask=in_rows[:, None] & inside[None, :])
+
+    @triton.jit
     def _gemm_combine(
         left,
         right,
@@ -251,6 +302,7 @@ if triton is not None:
         first,
         MEETS: tl.constexpr,
         TMA: tl.constexpr,
+        FLAT: tl.constexpr,
         TRANSPOSED: tl.constexpr,
         BIAS: tl.constexpr,
         BM: tl.constexpr,
@@ -268,43 +320,17 @@ if triton is not None:
         right_stride = right_stride // PITCH_STEP * PITCH_STEP
         row_blocks = tl.cdiv(rows, BM)
         blocks = row_blocks * tl.cdiv(columns, BN)
-        for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
-            l = index // blocks
-            first_row = (index % blocks) % row_blocks * BM
-            first_column = (index % blocks) // row_blocks * BN
-            row = first_row + tl.arange(0, BM)
-            in_rows = row < rows
-            if TMA:
-                accumulator = tl.zeros([BM, BN], tl.float32)
-                for k in range(0, inner, BK):
-                    a = left.load([l * rows + first_row, k])
-                    if TRANSPOSED:
-                        b = tl.trans(right.load([l * columns + first_column, k]))
-                    else:
-                        b = right.load([l * inner + k, first_column])
-                    accumulator = tl.dot(a, b, accumulator)
-            else:
-                a_tile = left + (l * rows + first_row).to(tl.int64) * inner
-                b_tile = right + l.to(tl.int64) * right_stride
-                b_tile += first_column.to(tl.int64) * right_pitch if TRANSPOSED else first_column
-                accumulator = pointer_product(
-                    a_tile, b_tile, rows - first_row, columns - first_column, inner, inner, right_pitch,
-                    TRANSPOSED, BM, BN, BK, WHOLE,
+        if FLAT:
+            for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
+                _store_tile(
+                    index, left, right, bias, addresses, rows, columns, inner, row_blocks, blocks, right_stride, right_pitch,
+                    batch, tokens, first, TMA, TRANSPOSED, BIAS, BM, BN, BK, WHOLE,
                 )  # fmt: skip
-            owner = tl.load(addresses + row // batch, mask=in_rows, other=0)
-            pointer_type: tl.constexpr = tl.pointer_type(bias.dtype.element_ty)
-            at_row = ((row % batch).to(tl.int64) * tokens + first + l) * columns
-            row_pointers = tl.multiple_of(owner.to(pointer_type), 16) + at_row
-            column = first_column + tl.arange(0, BN)
-            inside = column < columns
-            if BIAS == 0:
-                value = accumulator.to(bias.dtype.element_ty)
-            else:
-                shift = tl.load(bias + l * columns + column, mask=inside, other=0.0)[None, :].to(tl.float32)
-                if BIAS == 1:
-                    value = (accumulator.to(bias.dtype.element_ty).to(tl.float32) + shift).to(bias.dtype.element_ty)
-                else:
-                    value = (accumulator + shift).to(bias.dtype.element_ty)
-            tl.store(row_pointers[:, None] + column[None, :], value, mask=in_rows[:, None] & inside[None, :])
+        else:
+            for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+                _store_tile(
+                    index, left, right, bias, addresses, rows, columns, inner, row_blocks, blocks, right_stride, right_pitch,
+                    batch, tokens, first, TMA, TRANSPOSED, BIAS, BM, BN, BK, WHOLE,
+                )  # fmt: skip
         if MEETS:
             tell(flags, counts, place, ranks, tl.num_programs(0))

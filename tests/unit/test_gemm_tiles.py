@@ -8,7 +8,7 @@ from compile_overlap.kernels.gemm_combine import POINTER_TILES, TILES, laid_out,
 
 @pytest.mark.parametrize(
     "tokens, rows, tile",
-    [(32, 1024, TILES[0]), (16, 1024, TILES[0]), (8, 1024, TILES[1]), (4, 64, TILES[2]), (1, 1, TILES[2])],
+    [(32, 1024, TILES[0]), (16, 1024, TILES[0]), (8, 1024, TILES[2]), (4, 64, TILES[3]), (1, 1, TILES[3])],
 )
 def test_the_tile_with_the_cheapest_waves_is_taken(tokens, rows, tile):
     assert tile_for(tokens, rows, 1280, 132) == tile
