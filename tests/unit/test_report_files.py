@@ -66,14 +66,15 @@ def test_the_check_compares_every_file(tmp_path):
     assert {"report.md", "report.html", "figures/roofline.svg", "commits.json"} <= set(report.stale(folder))
 
 
-def test_a_sweep_is_a_table_a_comparison(tmp_path):
+def test_a_sweep_that_was_cut_off_is_a_table_a_comparison(tmp_path):
     from test_sweep import _record
 
     shutil.copytree(REPORTS / "text", tmp_path / "text")
     (tmp_path / "notes.json").write_text("{}")
     (tmp_path / "results").mkdir()
     lines = [_record(4.0, 2.0, batch) for batch in (1, 2)]
-    (tmp_path / "results" / "sweep.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    unfinished = json.dumps(_record(4.0, 2.0, batch=3))[:200]
+    (tmp_path / "results" / "sweep.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + unfinished)
     markdown, _ = report.build(tmp_path, tmp_path / "figures")
     assert (
         "**forward, compiled: ratio to none, shape by shape**" in markdown and "| (2, 16, 128, 2) | 2.00 |" in markdown
