@@ -53,7 +53,7 @@ def read(path):
 def read_json(path):
     """The JSON value in a file. Raises ValueError, which names the file, for what is none."""
     try:
-        return parsed(Path(path).read_text())
+        return parsed(Path(path).read_text("utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: is no JSON ({error})") from None
 

@@ -110,7 +110,7 @@ class Figures:
         self.results.place = before
         if text is None:
             return f"{title}: {NO_RECORD}."
-        (self.folder / f"{name}.svg").write_text(text)
+        (self.folder / f"{name}.svg").write_text(text, "utf-8")
         sources = self.results.sources(place)
         return f"![{title}](figures/{name}.svg)" + (f"\n\n{source_line(sources)}" if sources else "")
 

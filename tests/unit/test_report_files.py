@@ -1,7 +1,9 @@
 """Files that the report cannot be made from are named, those of a sweep are read, and all that is made is checked."""
 
 import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -64,6 +66,14 @@ def test_the_check_compares_every_file(tmp_path):
         (folder / name).write_text((folder / name).read_text() + " ")
     (folder / "commits.json").write_text(json.dumps(["f" * 40]))  # as no git history, or none at all, has it
     assert {"report.md", "report.html", "figures/roofline.svg", "commits.json"} <= set(report.stale(folder))
+
+
+def test_the_bytes_are_the_same_in_other_locales():
+    ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    elsewhere = {"TZ": "Asia/Tokyo", "PYTHONHASHSEED": "7"}
+    command = [sys.executable, ROOT / "scripts" / "report.py", "--check"]
+    done = subprocess.run(command, env={**os.environ, **ascii_only, **elsewhere}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "the report is what the records say\n"), done.stdout + done.stderr
 
 
 def test_a_sweep_that_was_cut_off_is_a_table_a_comparison(tmp_path):
