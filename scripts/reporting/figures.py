@@ -95,7 +95,7 @@ class Figures:
         """The plot that `draw` returns as a matplotlib figure, or None where there is no record."""
 
         def svg() -> str | None:
-            with matplotlib.rc_context(STYLE):
+            with plt.style.context(["default", STYLE]):  # whatever the user has set
                 figure = draw()
                 text = figure and _svg(figure, title)
                 plt.close("all")

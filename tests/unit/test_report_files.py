@@ -68,9 +68,10 @@ def test_the_check_compares_every_file(tmp_path):
     assert {"report.md", "report.html", "figures/roofline.svg", "commits.json"} <= set(report.stale(folder))
 
 
-def test_the_bytes_are_the_same_in_other_locales():
+def test_the_bytes_are_the_same_in_other_locales_and_with_a_style_of_the_user_s(tmp_path):
+    (tmp_path / "matplotlibrc").write_text("font.size: 20\naxes.grid: True\nlines.linewidth: 5\n")
     ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
-    elsewhere = {"TZ": "Asia/Tokyo", "PYTHONHASHSEED": "7"}
+    elsewhere = {"MPLCONFIGDIR": str(tmp_path), "TZ": "Asia/Tokyo", "PYTHONHASHSEED": "7"}
     command = [sys.executable, ROOT / "scripts" / "report.py", "--check"]
     done = subprocess.run(command, env={**os.environ, **ascii_only, **elsewhere}, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "the report is what the records say\n"), done.stdout + done.stderr
