@@ -39,6 +39,8 @@ from reporting.newest import Newest, missing  # noqa: E402
 from reporting.page import page  # noqa: E402
 from reporting.tables import Tables  # noqa: E402
 
+from compile_overlap.measure.records import call_from_record  # noqa: E402
+
 
 def build(reports: Path, figures: Path) -> tuple[str, Results]:
     """The report of the records and texts below ``reports`` as Markdown, and what it cites; plots go to ``figures``."""
@@ -89,11 +91,19 @@ def unfit(reports: Path) -> list[str]:
         try:
             if path.suffix == ".jsonl":
                 results_file.read(path)
-            elif not path.name.endswith((".perfetto.json", ".trace.json")):
-                schema.read(path)
+            elif not path.name.endswith(".perfetto.json"):
+                _check_kernels(path, schema.read(path))
         except ValueError as error:
             problems.append(str(error))
     return problems
+
+
+def _check_kernels(path: Path, content: dict) -> None:
+    try:
+        if content["kind"] == "trace":
+            call_from_record(content)
+    except ValueError as error:
+        raise ValueError(f"{path}: is no trace ({schema.shortened(error)})") from None
 
 
 def write(reports: Path, markdown: str, figures: Path) -> list[Path]:

@@ -18,6 +18,7 @@ import report  # noqa: E402
 
 REPORTS = ROOT / "reports"
 OVERLAP = "results/h200x2-torch-2.11.0-shm/overlap.json"
+TRACE = "results/h200x2-torch-2.11.0-shm/traces/kernel.trace.json"
 
 
 def test_a_record_that_is_cut_off_is_named(tmp_path):
@@ -37,6 +38,7 @@ def test_a_record_that_is_cut_off_is_named(tmp_path):
     [
         ("schema", lambda content: {**content, "schema": 99}),
         ("record field environment", lambda content: {**content, "environment": None}),
+        ("environment field 'git_commit' is missing", lambda content: {**content, "environment": {"torch": "", "device": ""}}),
         ("measurements", lambda content: {**content, "measurements": {}}),
         ("kind", lambda content: {**content, "kind": "others"}),
         ("record", lambda content: [content]),
@@ -54,6 +56,24 @@ def test_a_record_of_another_schema_is_refused_by_name(name, change, monkeypatch
     assert report.main() == 2
     named, sweep = capsys.readouterr().err.splitlines()
     assert f"{OVERLAP}: is no record ({name}" in named and "sweep.jsonl': line 1 is no record of a sweep" in sweep
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    [
+        ("is no JSON", lambda content, text: text[:2000]),
+        ("is no record (ranks=[]", lambda content, text: json.dumps({**content, "ranks": []})),
+        ("is no record (ranks field span_us", lambda content, text: text.replace('"span_us": ', '"span_us": null, "span": ')),
+        ("is no record (configuration.seed", lambda content, text: json.dumps({**content, "configuration": {"seed": 1}})),
+        ("is no trace (kernels[0]", lambda content, text: json.dumps({**content, "kernels": [{"name": "gemm"}]})),
+    ],
+)
+def test_a_trace_that_is_none_is_refused_by_name(name, change, tmp_path):
+    (tmp_path / "results").mkdir()
+    text = (REPORTS / TRACE).read_text()
+    (tmp_path / "results" / "kernel.trace.json").write_text(change(json.loads(text), text))
+    (problem,) = report.unfit(tmp_path)
+    assert f"kernel.trace.json: {name}" in problem
 
 
 def test_the_check_compares_every_file(tmp_path):
