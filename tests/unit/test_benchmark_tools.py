@@ -1,6 +1,7 @@
 """The benchmark's checks, records, options and timing."""
 
 import copy
+import json
 import math
 import sys
 from pathlib import Path
@@ -228,6 +229,28 @@ def test_gradient_check_fails_on_nan_zero_reference_and_missing_keys():
     assert checks.frobenius_relative_error(small["w"], zero["w"]) == pytest.approx(2e-3)
     assert "only in one path ['b']" in checks.compare_gradients(zero, {**zero, "b": zero["w"]}, "approx",
                                                                 torch.float32)[0]
+
+
+@pytest.mark.parametrize("wrong, error", [(math.nan, None), (-math.inf, None), (1.0, 0.5), (None, 0.0)])
+def test_a_full_batch_that_is_not_finite_can_be_recorded(wrong, error):
+    inputs = torch.tensor([math.inf, 0.5, 0.5])
+
+    def run_forward(mode, x, grad):
+        return torch.cat((x[:2], torch.tensor([wrong]))) if mode == "kernel" and wrong is not None else x.clone()
+
+    workload = SimpleNamespace(inputs=inputs, options=SimpleNamespace(backward=False), run_forward=run_forward,
+                               runtime=Runtime(0, 1, CPU, None))
+    found = checks.compare_full_batch(workload, "kernel")
+    json.dumps(found, allow_nan=False)
+    assert found == {"equal": wrong is None, "mismatches": int(wrong is not None), "max_abs_error": error}
+
+
+def test_equal_infinities_are_equal_gradients():
+    gradients = {"w": torch.tensor([math.inf, 1.0])}
+    problem, found = checks.compare_gradients(gradients, copy.deepcopy(gradients), "approx", torch.float32)
+    assert problem == "" and found["w"]["relative_error"] == found["w"]["max_abs_error"] == 0.0
+    spoiled = {"w": torch.tensor([math.inf, 2.0])}
+    assert checks.compare_gradients(gradients, spoiled, "approx", torch.float32)[0]
 
 
 @pytest.mark.parametrize("change, overlap, words", [
