@@ -63,13 +63,15 @@ def require_same(path, lines, record):
             raise ValueError(f"output={str(path)!r}: line {number} is of another configuration: {'; '.join(found)}")
 
 
+def whole_lines(path):
+    """The lines of a file but for what a killed process left of an unfinished one."""
+    return Path(path).read_bytes().split(b"\n")[:-1]
+
+
 def read(path):
     """The records of a results file, [] where there is none. Raises ValueError for a whole line that is no record."""
-    path = Path(path)
-    if not path.exists():
-        return []
     found = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+    for number, line in enumerate(whole_lines(path) if Path(path).exists() else (), 1):
         try:
             found.append(_comparison(schema.parsed(line)))
         except ValueError as error:

@@ -65,7 +65,7 @@ def write_report(folder: Path, facts: str, recorder: Any, ranks: list[str], erro
     page += [_direction_section(direction, recorder) for direction in directions]
     page += [_passes_section(recorder), _files_section(folder, recorder), "</body></html>\n"]
     index = folder / "index.html"
-    index.write_text("\n".join(page))
+    index.write_text("\n".join(page), "utf-8")
     return index
 
 

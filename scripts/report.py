@@ -39,6 +39,8 @@ from reporting.newest import Newest, missing  # noqa: E402
 from reporting.page import page  # noqa: E402
 from reporting.tables import Tables  # noqa: E402
 
+from compile_overlap.measure.records import call_from_record  # noqa: E402
+
 
 def build(reports: Path, figures: Path) -> tuple[str, Results]:
     """The report of the records and texts below ``reports`` as Markdown, and what it cites; plots go to ``figures``."""
@@ -60,7 +62,7 @@ def build(reports: Path, figures: Path) -> tuple[str, Results]:
     sections = []
     for path in sorted((reports / "text").glob("*.md")):
         results.place = path.stem
-        text = environment.from_string(path.read_text()).render(known).strip()
+        text = environment.from_string(path.read_text("utf-8")).render(known).strip()
         sources = results.sources(path.stem)
         sections.append(text + (f"\n\n{source_line(sources, 'In the text')}" if sources else ""))
     return "\n\n".join(sections) + "\n", results
@@ -73,7 +75,7 @@ def _note(results: Results, name: str) -> str:
 def ordered_commits(reports: Path) -> list[str]:
     """The records' commits, the oldest first; those in commits.json where git does not know all of them here."""
     file = reports / "commits.json"
-    known = json.loads(file.read_text()) if file.exists() else []
+    known = json.loads(file.read_text("utf-8")) if file.exists() else []
     command = ["git", "rev-list", "--date-order", "--reverse", "HEAD"]
     history = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.split()
     contents = Results(reports / "results").contents.values()
@@ -89,11 +91,19 @@ def unfit(reports: Path) -> list[str]:
         try:
             if path.suffix == ".jsonl":
                 results_file.read(path)
-            elif not path.name.endswith((".perfetto.json", ".trace.json")):
-                schema.read(path)
+            elif not path.name.endswith(".perfetto.json"):
+                _check_kernels(path, schema.read(path))
         except ValueError as error:
             problems.append(str(error))
     return problems
+
+
+def _check_kernels(path: Path, content: dict) -> None:
+    try:
+        if content["kind"] == "trace":
+            call_from_record(content)
+    except ValueError as error:
+        raise ValueError(f"{path}: is no trace ({schema.shortened(error)})") from None
 
 
 def write(reports: Path, markdown: str, figures: Path) -> list[Path]:
@@ -102,8 +112,8 @@ def write(reports: Path, markdown: str, figures: Path) -> list[Path]:
     for path in (reports / "figures").glob("*.svg"):
         if not (figures / path.name).exists():
             shutil.copy(path, figures)
-    (folder / "report.md").write_text(markdown)
-    (folder / "report.html").write_text(page(markdown, folder))
+    (folder / "report.md").write_text(markdown, "utf-8")
+    (folder / "report.html").write_text(page(markdown, folder), "utf-8")
     return [folder / "report.md", folder / "report.html", *sorted(figures.glob("*.svg"))]
 
 
@@ -115,7 +125,7 @@ def stale(reports: Path) -> list[str]:
         names = [str(path.relative_to(folder)) for path in files]
         same = [(reports / name).exists() and (reports / name).read_bytes() == (Path(folder) / name).read_bytes()
                 for name in names]  # fmt: skip
-        commits = json.loads((reports / "commits.json").read_text()) == ordered_commits(reports)
+        commits = json.loads((reports / "commits.json").read_text("utf-8")) == ordered_commits(reports)
     return [name for name, each in zip((*names, "commits.json"), (*same, commits)) if not each]
 
 

@@ -5,6 +5,7 @@ The forward check always uses ``torch.equal``, whatever the check mode is called
 run on min(B, 2) rows per rank. Reference and candidate run in the same grad mode and are compiled alike.
 """
 
+import math
 from dataclasses import asdict, dataclass
 
 import torch
@@ -20,11 +21,11 @@ APPROX_LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 
 @dataclass(frozen=True)
 class FullBatchComparison:
-    """The supplementary comparison of whole outputs; never an acceptance gate."""
+    """The supplementary comparison of whole outputs; never an acceptance gate. An error that is not finite is None."""
 
     equal: bool
     mismatches: int
-    max_abs_error: float
+    max_abs_error: float | None
 
 
 def reason_to_skip(options, overlap):
@@ -107,13 +108,14 @@ def compare_gradients(expected, actual, mode, dtype):
 def _compare_gradient(name, expected, actual, mode, dtype):
     if expected.shape != actual.shape:
         return f"gradient of {name}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}", {}
-    relative = frobenius_relative_error(actual, expected)
+    same = torch.equal(actual, expected)
+    relative = 0.0 if same else frobenius_relative_error(actual, expected)
     largest, mismatches = difference(actual, expected)
     p99, most = ulp_statistics(actual, expected)
     values = {"relative_error": relative, "max_abs_error": largest, "mismatches": mismatches,
               "p99_ulp": p99, "max_ulp": most}
     if mode == "bitwise":
-        failed, limit = not torch.equal(actual, expected), "torch.equal"
+        failed, limit = not same, "torch.equal"
     else:
         limit = APPROX_LIMITS[dtype]
         failed = not relative <= limit
@@ -134,9 +136,10 @@ def compare_full_batch(workload, overlap):
     expected = workload.run_forward("none", x, grad=grad).detach()
     actual = workload.run_forward(overlap, x, grad=grad).detach()
     parts = workload.runtime.gather((torch.equal(actual, expected), *difference(actual, expected)[::-1]))
+    largest = max(part[2] for part in parts)
     result = FullBatchComparison(all(part[0] for part in parts), sum(part[1] for part in parts),
-                                 max(part[2] for part in parts))
-    verdict = "equal" if result.equal else f"{result.mismatches} mismatches, max abs {result.max_abs_error:.6g}"
+                                 largest if math.isfinite(largest) else None)
+    verdict = "equal" if result.equal else f"{result.mismatches} mismatches, max abs {largest:.6g}"
     workload.runtime.print(f"full-batch comparison (supplementary, not a gate): {overlap} against none over all "
                            f"{x.shape[0]} rows of every rank: {verdict}")
     return asdict(result)

@@ -7,6 +7,7 @@ scripts/measure.py), ``planner`` (all candidate plans of many shapes, see script
 local computation in parts on one device, see scripts/splits.py). ``calibration`` and ``simulation``
 (scripts/calibrate.py, scripts/simulate.py) hold what was simulated, and say so: ``simulated`` is true. ``faults`` is
 what a fault of one rank led to (scripts/faults.py), ``endurance`` what many calls left behind (scripts/endurance.py).
+A ``trace`` (scripts/trace_overlap.py) has no version; what its kernels hold is `compile_overlap.measure.records`'.
 """
 
 import json
@@ -16,6 +17,7 @@ from pathlib import Path
 SCHEMA_VERSION = 1
 PASSES = ("forward", "forward+backward")
 SPLIT_AXES = ("L", "rows", "H")
+_NUMBER = (int, float)
 _TEXT_OR_NONE = (str, type(None))
 _ANY = {"schema": int, "kind": str}
 _RUN = {**_ANY, "configuration": dict, "environment": dict, "world_size": int, "pass": str}
@@ -37,6 +39,10 @@ _FAULT = {"name": str, "fault": str, "at_fault": int, "ranks": list, "left_over"
 _SEEN = {"rank": int, "status": int, "seconds": (float, type(None)), "message": str}
 _ENDURANCE = {**_ANY, "environment": dict, "world_size": int, "calls": int, "configurations": int, "kept": int,
               "ranks": list, "bounds": dict}
+_TRACE = {"kind": str, "mode": str, "pass": str, "configuration": dict, "environment": dict, "ranks": list,
+          "kernels": list}
+_TRACED = dict.fromkeys(("span_us", "communication_us", "hidden_us"), _NUMBER)
+_STACK = {"torch": str, "device": str, "git_commit": str}
 _COUNTS = dict.fromkeys(("resident_bytes", "device_bytes", "files", "layers", "compilations"), int)
 _VARIANTS = {"variants": dict, "failed": dict}  # of a comparison, absent from older records
 
@@ -53,7 +59,7 @@ def read(path):
 def read_json(path):
     """The JSON value in a file. Raises ValueError, which names the file, for what is none."""
     try:
-        return parsed(Path(path).read_text())
+        return parsed(Path(path).read_text("utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: is no JSON ({error})") from None
 
@@ -89,10 +95,12 @@ def validate(record):
         raise ValueError(f"kind={kind!r}: allowed are {', '.join(_KINDS)}")
     fields, check = _KINDS[kind]
     _require_fields("record", record, fields)
-    if record["schema"] != SCHEMA_VERSION:
+    if "schema" in fields and record["schema"] != SCHEMA_VERSION:
         raise ValueError(f"schema={record['schema']}: must be {SCHEMA_VERSION}")
     if "pass" in fields and record["pass"] not in PASSES:
         raise ValueError(f"pass={record['pass']!r}: allowed are {', '.join(PASSES)}")
+    if "environment" in fields:
+        _require_fields("environment", record["environment"], _STACK)
     for name, setting in record["configuration"].items() if "configuration" in fields else ():
         if not isinstance(setting, dict) or "value" not in setting:
             raise ValueError(f"configuration.{name}={setting!r}: must be an object with a value")
@@ -150,8 +158,21 @@ def _check_hiding(record):
         if trace is None and not record["trace_note"]:
             raise ValueError(f"traces.{mode}=None: trace_note must say why there is none")
         for figures in trace["ranks"] if trace else ():
-            if not 0 <= figures["hidden_us"] <= figures["communication_us"] <= figures["span_us"]:
-                raise ValueError(f"traces.{mode}={figures}: must hold 0 <= hidden_us <= communication_us <= span_us")
+            _check_traced(f"traces.{mode}", figures)
+
+
+def _check_trace(record):
+    if not record["ranks"]:
+        raise ValueError("ranks=[]: must be of one rank at least")
+    for figures in record["ranks"]:
+        _check_traced("ranks", figures)
+
+
+def _check_traced(name, figures):
+    """A trace hides no more than it communicates."""
+    _require_fields(name, figures, _TRACED)
+    if not 0 <= figures["hidden_us"] <= figures["communication_us"] <= figures["span_us"]:
+        raise ValueError(f"{name}={figures}: must hold 0 <= hidden_us <= communication_us <= span_us")
 
 
 def _check_planner(record):
@@ -303,5 +324,5 @@ _KINDS = {
     "comparison": (_COMPARISON, _check_comparison), "overlap-measurement": (_OVERLAP, _check_hiding),
     "planner": (_PLANNER, _check_planner), "splits": (_SPLITS, _check_splits),
     "calibration": (_CALIBRATION, _check_simulated), "simulation": (_SIMULATION, _check_simulated),
-    "faults": (_FAULTS, _check_faults), "endurance": (_ENDURANCE, _check_endurance),
+    "faults": (_FAULTS, _check_faults), "endurance": (_ENDURANCE, _check_endurance), "trace": (_TRACE, _check_trace),
 }

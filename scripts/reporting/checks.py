@@ -86,5 +86,5 @@ def _full_batch(record: Record, mode: str) -> tuple[str, str, str]:
     return (
         "differs",
         record.cite("value", (*path, "mismatches")),
-        record.cite("value", (*path, "max_abs_error"), form="3"),
+        record.cite("value", (*path, "max_abs_error"), form="3", missing="not finite"),
     )

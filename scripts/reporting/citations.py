@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
+import results_file
 from rankmixer import schema
 
 NOISE = 0.005  # differences between modes that may not repeat
@@ -296,6 +297,6 @@ def content_of(path: Path) -> Any:
     if path.suffix != ".jsonl":
         return schema.read_json(path)
     try:
-        return [schema.parsed(line) for line in path.read_text().splitlines()]
+        return [schema.parsed(line) for line in results_file.whole_lines(path)]
     except ValueError as error:
         raise ValueError(f"{path}: a line is no JSON ({error})") from None

@@ -95,7 +95,7 @@ class Figures:
         """The plot that `draw` returns as a matplotlib figure, or None where there is no record."""
 
         def svg() -> str | None:
-            with matplotlib.rc_context(STYLE):
+            with plt.style.context(["default", STYLE]):  # whatever the user has set
                 figure = draw()
                 text = figure and _svg(figure, title)
                 plt.close("all")
@@ -110,7 +110,7 @@ class Figures:
         self.results.place = before
         if text is None:
             return f"{title}: {NO_RECORD}."
-        (self.folder / f"{name}.svg").write_text(text)
+        (self.folder / f"{name}.svg").write_text(text, "utf-8")
         sources = self.results.sources(place)
         return f"![{title}](figures/{name}.svg)" + (f"\n\n{source_line(sources)}" if sources else "")
 

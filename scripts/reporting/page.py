@@ -131,7 +131,7 @@ def _sources(what: str, files: str) -> str:
 
 
 def _figure(path: Path, title: str) -> str:
-    svg = path.read_text()
+    svg = path.read_text("utf-8")
     svg = svg[svg.index("<svg") :]
     if 'class="plot"' not in svg:  # drawn for a wide page
         svg = svg.replace("<svg", f'<svg class="wide" role="img" aria-label="{escape(title)}"', 1)

@@ -1,7 +1,9 @@
 """The benchmark's checks, records, options and timing."""
 
 import copy
+import json
 import math
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,6 +57,7 @@ def test_default_exchange_is_70_mib_and_flops_follow_the_shape():
     (("--k", "0"), "k=0"), (("--batch-size", "0"), "batch_size=0"), (("--dim", "0"), "dim=0"),
     (("--comm-scale", "0"), "comm_scale=0"), (("--warmup", "-1"), "warmup=-1"), (("--tokens", "60"), "dim=1280"),
     (("--cuda-graph",), "cuda_graph=True"), (("--gemm-backend", "fp8"), "gemm_backend='fp8'"),
+    (("--json", "/"), "json='/': must be a file"),
 ])
 def test_options_reject(arguments, message):
     with pytest.raises(ValueError, match=message):
@@ -228,6 +231,39 @@ def test_gradient_check_fails_on_nan_zero_reference_and_missing_keys():
     assert checks.frobenius_relative_error(small["w"], zero["w"]) == pytest.approx(2e-3)
     assert "only in one path ['b']" in checks.compare_gradients(zero, {**zero, "b": zero["w"]}, "approx",
                                                                 torch.float32)[0]
+
+
+def test_a_record_goes_through_a_pipe_and_leaves_it(tmp_path):
+    content = {"schema": 1, "kind": "simulation", "simulated": True, "calibration": "", "cases": []}
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    record.write(content, tmp_path / "pipe")
+    assert json.loads(os.read(reader, 1 << 16)) == content and (tmp_path / "pipe").is_fifo()
+    os.close(reader)
+    record.write(content, tmp_path / "new" / "file.json")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["file.json"]
+
+
+@pytest.mark.parametrize("wrong, error", [(math.nan, None), (-math.inf, None), (1.0, 0.5), (None, 0.0)])
+def test_a_full_batch_that_is_not_finite_can_be_recorded(wrong, error):
+    inputs = torch.tensor([math.inf, 0.5, 0.5])
+
+    def run_forward(mode, x, grad):
+        return torch.cat((x[:2], torch.tensor([wrong]))) if mode == "kernel" and wrong is not None else x.clone()
+
+    workload = SimpleNamespace(inputs=inputs, options=SimpleNamespace(backward=False), run_forward=run_forward,
+                               runtime=Runtime(0, 1, CPU, None))
+    found = checks.compare_full_batch(workload, "kernel")
+    json.dumps(found, allow_nan=False)
+    assert found == {"equal": wrong is None, "mismatches": int(wrong is not None), "max_abs_error": error}
+
+
+def test_equal_infinities_are_equal_gradients():
+    gradients = {"w": torch.tensor([math.inf, 1.0])}
+    problem, found = checks.compare_gradients(gradients, copy.deepcopy(gradients), "approx", torch.float32)
+    assert problem == "" and found["w"]["relative_error"] == found["w"]["max_abs_error"] == 0.0
+    spoiled = {"w": torch.tensor([math.inf, 2.0])}
+    assert checks.compare_gradients(gradients, spoiled, "approx", torch.float32)[0]
 
 
 @pytest.mark.parametrize("change, overlap, words", [

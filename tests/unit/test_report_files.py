@@ -1,7 +1,9 @@
 """Files that the report cannot be made from are named, those of a sweep are read, and all that is made is checked."""
 
 import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import report  # noqa: E402
 
 REPORTS = ROOT / "reports"
 OVERLAP = "results/h200x2-torch-2.11.0-shm/overlap.json"
+TRACE = "results/h200x2-torch-2.11.0-shm/traces/kernel.trace.json"
 
 
 def test_a_record_that_is_cut_off_is_named(tmp_path):
@@ -35,6 +38,7 @@ def test_a_record_that_is_cut_off_is_named(tmp_path):
     [
         ("schema", lambda content: {**content, "schema": 99}),
         ("record field environment", lambda content: {**content, "environment": None}),
+        ("environment field 'git_commit' is missing", lambda content: {**content, "environment": {"torch": "", "device": ""}}),
         ("measurements", lambda content: {**content, "measurements": {}}),
         ("kind", lambda content: {**content, "kind": "others"}),
         ("record", lambda content: [content]),
@@ -54,6 +58,24 @@ def test_a_record_of_another_schema_is_refused_by_name(name, change, monkeypatch
     assert f"{OVERLAP}: is no record ({name}" in named and "sweep.jsonl': line 1 is no record of a sweep" in sweep
 
 
+@pytest.mark.parametrize(
+    "name, change",
+    [
+        ("is no JSON", lambda content, text: text[:2000]),
+        ("is no record (ranks=[]", lambda content, text: json.dumps({**content, "ranks": []})),
+        ("is no record (ranks field span_us", lambda content, text: text.replace('"span_us": ', '"span_us": null, "span": ')),
+        ("is no record (configuration.seed", lambda content, text: json.dumps({**content, "configuration": {"seed": 1}})),
+        ("is no trace (kernels[0]", lambda content, text: json.dumps({**content, "kernels": [{"name": "gemm"}]})),
+    ],
+)
+def test_a_trace_that_is_none_is_refused_by_name(name, change, tmp_path):
+    (tmp_path / "results").mkdir()
+    text = (REPORTS / TRACE).read_text()
+    (tmp_path / "results" / "kernel.trace.json").write_text(change(json.loads(text), text))
+    (problem,) = report.unfit(tmp_path)
+    assert f"kernel.trace.json: {name}" in problem
+
+
 def test_the_check_compares_every_file(tmp_path):
     folder = tmp_path / "reports"
     shutil.copytree(REPORTS, folder)
@@ -66,14 +88,24 @@ def test_the_check_compares_every_file(tmp_path):
     assert {"report.md", "report.html", "figures/roofline.svg", "commits.json"} <= set(report.stale(folder))
 
 
-def test_a_sweep_is_a_table_a_comparison(tmp_path):
+def test_the_bytes_are_the_same_in_other_locales_and_with_a_style_of_the_user_s(tmp_path):
+    (tmp_path / "matplotlibrc").write_text("font.size: 20\naxes.grid: True\nlines.linewidth: 5\n")
+    ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    elsewhere = {"MPLCONFIGDIR": str(tmp_path), "TZ": "Asia/Tokyo", "PYTHONHASHSEED": "7"}
+    command = [sys.executable, ROOT / "scripts" / "report.py", "--check"]
+    done = subprocess.run(command, env={**os.environ, **ascii_only, **elsewhere}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "the report is what the records say\n"), done.stdout + done.stderr
+
+
+def test_a_sweep_that_was_cut_off_is_a_table_a_comparison(tmp_path):
     from test_sweep import _record
 
     shutil.copytree(REPORTS / "text", tmp_path / "text")
     (tmp_path / "notes.json").write_text("{}")
     (tmp_path / "results").mkdir()
     lines = [_record(4.0, 2.0, batch) for batch in (1, 2)]
-    (tmp_path / "results" / "sweep.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    unfinished = json.dumps(_record(4.0, 2.0, batch=3))[:200]
+    (tmp_path / "results" / "sweep.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + unfinished)
     markdown, _ = report.build(tmp_path, tmp_path / "figures")
     assert (
         "**forward, compiled: ratio to none, shape by shape**" in markdown and "| (2, 16, 128, 2) | 2.00 |" in markdown

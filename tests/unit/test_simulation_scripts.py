@@ -102,7 +102,7 @@ def test_predictions_beside_a_folder_s_records_are_the_calibration_s(calibration
 @pytest.mark.parametrize("change, message", [
     (None, r"wrong.json: is no JSON \("), ({"measurements": {}}, "measurements=.*: must be of .*none"),
     ({"exchange": {}}, r"not what such a record holds \(KeyError"),
-    ({"environment": {}}, "not what such a record holds"),
+    ({"environment": {}}, "environment field 'torch' is missing"),
     ({"configuration": {"no_compile": {"value": True}}}, "not what such a record holds"),
 ])  # fmt: skip
 def test_a_file_that_cannot_be_predicted_is_named_and_the_others_are(tmp_path, change, message):

@@ -13,6 +13,7 @@ import results_file
 import sweep
 from rankmixer import record
 
+ENVIRONMENT = {"torch": "2.6.0", "device": "x86_64 CPU", "git_commit": "a" * 40}
 COMMITTED = Path(__file__).resolve().parents[2] / "reports" / "shapes" / "held_out_32.json"
 
 
@@ -92,7 +93,7 @@ def _record(none, kernel, batch=8, ranks=2, **environment):
             "transports": {}, "plans": {}, "variants": {}, "failed": {},
             "summary": {"none": {}, "kernel": {}}, "measurements": measurements, "pass": "forward", "world_size": ranks,
             "configuration": {name: {"value": value} for name, value in configuration.items()}, "plugin": "some",
-            "environment": {"torch": "2.6.0", "git_commit": "a" * 40, **environment}, "variables": {}, "checks": {},
+            "environment": {**ENVIRONMENT, **environment}, "variables": {}, "checks": {},
             "full_batch": {"kernel": {"equal": True}}}
 
 
@@ -233,7 +234,7 @@ def test_another_pass_is_another_comparison_of_the_same_file(tmp_path):
     results_file.append(path, backward)
     assert len(set(map(results_file.comparison_of, results_file.read(path)))) == 2
     with pytest.raises(ValueError, match="environment.torch"):
-        results_file.append(path, {**backward, "environment": {"torch": "2.7.0", "git_commit": "a" * 40}})
+        results_file.append(path, {**backward, "environment": {**ENVIRONMENT, "torch": "2.7.0"}})
 
 
 def test_a_setting_that_one_record_lacks_is_a_difference():
