@@ -14,7 +14,7 @@
 
 What reads internals that no version makes public is here too: `comptime_value`, `global_state`, `tensor_guards`,
 `is_registered`, `store_of`, `timeout_s`, `environment`, `is_intercepted`, `transform_in_use`,
-`forget_compiled`, `compiles_no_more`.
+`forget_compiled`, `compiles_no_more`, `launcher_of`.
 """
 
 from __future__ import annotations
@@ -119,6 +119,20 @@ def environment(names: tuple[str, ...]) -> tuple[str | None, ...]:
 @functools.lru_cache(maxsize=None)
 def _encoded(names: tuple[str, ...]) -> tuple[Any, ...]:
     return tuple(map(os.environ.encodekey, names))
+
+
+def launcher_of(compiled: Any, grid: tuple[int, int, int]) -> Callable[..., None]:
+    """`compiled[grid]` of a compiled Triton kernel, `launch(*args, stream=...)`; where this version's way is known, without
+    the hooks of Triton's profiler, which cost the host time at each launch."""
+    launch = compiled[grid]  # loads it
+    if TRITON_VERSION is None or TRITON_VERSION.rpartition(".")[0] not in ("3.2", "3.3", "3.4", "3.5", "3.6"):
+        return launch
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+
+    def without_hooks(*args: Any, stream: int) -> None:
+        run(*grid, stream, function, metadata, None, None, None, *args)
+
+    return without_hooks
 
 
 def current_raw_stream() -> int:

@@ -31,21 +31,15 @@ class Launch:
         self._rest = numbers
         if compat.TRITON_LAUNCHES_WITH_CONSTANTS:
             self._rest += tuple(constants[name] for name in kernel.arg_names if name in constants)
-        self._whole_grid = (*grid, 1, 1)[:3]
         self._compiled: dict[tuple[int, ...], Any] = {}
 
     def __call__(self, *tensors: Any) -> None:
         addresses = [tensor.data_ptr() for tensor in tensors[self.descriptors :]]
         alignment = tuple([address & 15 for address in addresses])
-        compiled = self._compiled.get(alignment)
-        if compiled is not None:
-            # As `compiled[grid](...)` would, without the hooks of Triton's profiler.
-            compiled.run(
-                *self._whole_grid, compat.current_raw_stream(), compiled.function, compiled.packed_metadata, None, None, None,
-                *tensors[: self.descriptors], *addresses, *self._rest,
-            )  # fmt: skip
+        run = self._compiled.get(alignment)
+        if run is not None:
+            run(*tensors[: self.descriptors], *addresses, *self._rest, stream=compat.current_raw_stream())
             return
         compiled = self.kernel[self.grid](*tensors, *self.numbers, **self.constants, **self.options)
         if compiled is not None:  # None from Triton's interpreter
-            compiled[self._whole_grid]  # loads it
-            self._compiled[alignment] = compiled
+            self._compiled[alignment] = compat.launcher_of(compiled, (*self.grid, 1, 1)[:3])

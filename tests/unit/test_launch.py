@@ -48,6 +48,16 @@ def test_second_launch_skips_the_binder(monkeypatch, with_constants):
     assert kernel.launched == 2 * [((7, 1, 1), (x.data_ptr(), y.data_ptr(), *rest), STREAM)]
 
 
+def test_another_version_launches_as_triton_does(monkeypatch):
+    monkeypatch.setattr(compat, "TRITON_VERSION", "9.9.0")
+    kernel, x = Kernel(), torch.zeros(32)
+    launch = Launch(kernel, (7,), (), num_warps=4)
+    for _ in range(2):
+        launch(x)
+    assert not kernel.launched
+    assert kernel.compiled[1:] == [((7, 1, 1), (x.data_ptr(),), {"stream": STREAM})]
+
+
 def test_another_alignment_is_compiled_for():
     kernel, aligned, shifted = Kernel(), torch.zeros(32), torch.zeros(33)[1:]
     launch = Launch(kernel, (1, 2), (), num_warps=4)
