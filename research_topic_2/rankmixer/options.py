@@ -1,6 +1,7 @@
 """The command line that the benchmark and the comparison share: flags, defaults, validation."""
 
 import argparse
+from pathlib import Path
 
 import torch
 
@@ -60,6 +61,8 @@ def validate(options, world_size, device):
         raise ValueError(f"tokens={options.tokens}: must be a multiple of the number of ranks, {world_size}")
     if options.dim % options.tokens:
         raise ValueError(f"dim={options.dim}: must be a multiple of tokens={options.tokens}")
+    if options.json and Path(options.json).is_dir():
+        raise ValueError(f"json={options.json!r}: must be a file, is a folder")
     backends.require_backend(options.gemm_backend)
     if options.cuda_graph and device.type != "cuda":
         raise ValueError(f"cuda_graph=True: needs a CUDA device, this run uses {device.type}")

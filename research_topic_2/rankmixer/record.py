@@ -60,11 +60,14 @@ def peak_memory(device):
 
 
 def write(record, path):
-    """Validate and write a record as JSON, making its folder."""
-    path = Path(path)
+    """Validate and write a record as JSON, making its folder. A device, pipe or link is written to, a file replaced whole."""
+    path, text = Path(path), json.dumps(validate(record), indent=1, allow_nan=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        path.write_text(text)
+        return
     unfinished = path.with_name(path.name + ".part")
-    unfinished.write_text(json.dumps(validate(record), indent=1, allow_nan=False) + "\n")
+    unfinished.write_text(text)
     unfinished.replace(path)
 
 

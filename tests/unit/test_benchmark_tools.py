@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,6 +57,7 @@ def test_default_exchange_is_70_mib_and_flops_follow_the_shape():
     (("--k", "0"), "k=0"), (("--batch-size", "0"), "batch_size=0"), (("--dim", "0"), "dim=0"),
     (("--comm-scale", "0"), "comm_scale=0"), (("--warmup", "-1"), "warmup=-1"), (("--tokens", "60"), "dim=1280"),
     (("--cuda-graph",), "cuda_graph=True"), (("--gemm-backend", "fp8"), "gemm_backend='fp8'"),
+    (("--json", "/"), "json='/': must be a file"),
 ])
 def test_options_reject(arguments, message):
     with pytest.raises(ValueError, match=message):
@@ -229,6 +231,21 @@ def test_gradient_check_fails_on_nan_zero_reference_and_missing_keys():
     assert checks.frobenius_relative_error(small["w"], zero["w"]) == pytest.approx(2e-3)
     assert "only in one path ['b']" in checks.compare_gradients(zero, {**zero, "b": zero["w"]}, "approx",
                                                                 torch.float32)[0]
+
+
+def test_a_record_goes_through_a_pipe_or_link_and_leaves_it(tmp_path):
+    content = {"schema": 1, "kind": "simulation", "simulated": True, "calibration": "", "cases": []}
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    record.write(content, tmp_path / "pipe")
+    assert json.loads(os.read(reader, 1 << 16)) == content and (tmp_path / "pipe").is_fifo()
+    os.close(reader)
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("file")  # as /dev/stdout is one
+    record.write(content, tmp_path / "link")
+    assert json.loads((tmp_path / "file").read_text()) == content and (tmp_path / "link").is_symlink()
+    record.write(content, tmp_path / "new" / "file.json")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["file.json"]
 
 
 @pytest.mark.parametrize("wrong, error", [(math.nan, None), (-math.inf, None), (1.0, 0.5), (None, 0.0)])
