@@ -16,7 +16,7 @@ import torch.distributed as dist
 from . import compat
 from .compiler import CompiledLayer
 from .config import variables
-from .layout import check_group, parameters_of
+from .layout import check_group, is_altered, parameters_of
 
 
 class _Answer(NamedTuple):
@@ -44,6 +44,7 @@ def _key(ffn: torch.nn.Module, inputs: torch.Tensor, comp_only: bool) -> tuple:
         getattr(norm_gate, "eps", None),
         type(norm_x),
         type(norm_gate),
+        is_altered(norm_x) or is_altered(norm_gate),
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled(ffn.w1.device.type),

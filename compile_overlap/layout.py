@@ -114,6 +114,13 @@ def parameters_of(ffn: Any) -> tuple[torch.Tensor, ...]:
     return (ffn.w1, ffn.b1, ffn.wout, ffn.bout, norm_x.weight, norm_x.bias, norm_gate.weight, norm_gate.bias)
 
 
+def is_altered(norm: Any) -> bool:
+    """Whether a norm has hooks, or a `forward` of its own instead of its class's: only a call of it runs them."""
+    own = norm.__dict__
+    hooked = own.get("_forward_hooks") or own.get("_forward_pre_hooks")
+    return bool("forward" in own or hooked or own.get("_backward_hooks") or own.get("_backward_pre_hooks"))
+
+
 def eps_of(ffn: Any) -> tuple[float, float]:
     """The epsilons of norm_x and norm_gate; a norm that does not say has LayerNorm's default, 1e-5."""
     return getattr(ffn.norm_x, "eps", 1e-5), getattr(ffn.norm_gate, "eps", 1e-5)

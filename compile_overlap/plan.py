@@ -10,7 +10,7 @@ from typing import Any, Iterator
 import torch
 
 from .config import Settings
-from .layout import Layout, require
+from .layout import Layout, is_altered, require
 from .costs import Costs
 from .machines import Gpu, Machine, machine as machine_of
 from .schedule import MIN_TOKENS, Plan
@@ -203,6 +203,8 @@ def unsupported(ffn: Any, inputs: torch.Tensor) -> str | None:
     for norm in (ffn.norm_x, ffn.norm_gate):
         if norm.weight is None or norm.bias is None:
             return "a norm has no weight or no bias"
+        if is_altered(norm):
+            return "a norm has hooks, or a forward of its own"
         if norm.weight.dtype != inputs.dtype or norm.bias.dtype != inputs.dtype:
             return f"norm weights are {norm.weight.dtype} beside inputs of {inputs.dtype}"
         if norm.weight.numel() * 2 != ffn.w1.shape[2]:

@@ -321,6 +321,8 @@ def main() -> int:
     parser.add_argument("--predict", type=Path, metavar="FOLDER", help="only hold its records against the model")
     options = parser.parse_args()
     if options.predict:
+        if not options.predict.is_dir():
+            parser.error(f"predict={str(options.predict)!r}: must be a folder of records")
         print(predict(options.predict))
         return 0
     result = calibrate()

@@ -75,7 +75,7 @@ def _note(results: Results, name: str) -> str:
 def ordered_commits(reports: Path) -> list[str]:
     """The records' commits, the oldest first; those in commits.json where git does not know all of them here."""
     file = reports / "commits.json"
-    known = json.loads(file.read_text("utf-8")) if file.exists() else []
+    known = schema.read_json(file) if file.exists() else []
     command = ["git", "rev-list", "--date-order", "--reverse", "HEAD"]
     history = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.split()
     contents = Results(reports / "results").contents.values()
@@ -93,7 +93,7 @@ def unfit(reports: Path) -> list[str]:
                 results_file.read(path)
             elif not path.name.endswith(".perfetto.json"):
                 _check_kernels(path, schema.read(path))
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             problems.append(str(error))
     return problems
 
@@ -125,8 +125,9 @@ def stale(reports: Path) -> list[str]:
         names = [str(path.relative_to(folder)) for path in files]
         same = [(reports / name).exists() and (reports / name).read_bytes() == (Path(folder) / name).read_bytes()
                 for name in names]  # fmt: skip
-        commits = json.loads((reports / "commits.json").read_text("utf-8")) == ordered_commits(reports)
-    return [name for name, each in zip((*names, "commits.json"), (*same, commits)) if not each]
+        commits = reports / "commits.json"
+        same_commits = commits.exists() and schema.read_json(commits) == ordered_commits(reports)
+    return [name for name, each in zip((*names, "commits.json"), (*same, same_commits)) if not each]
 
 
 def main() -> int:
@@ -137,11 +138,21 @@ def main() -> int:
     if problems := unfit(reports):
         print("\n".join(problems), file=sys.stderr)
         return 2
-    if options.check:
-        found = stale(reports)
-        stale_files = f"stale: {', '.join(found)}: run python scripts/report.py"
-        print(stale_files if found else "the report is what the records say")
-        return 1 if found else 0
+    try:
+        return _check(reports) if options.check else _write(reports)
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _check(reports: Path) -> int:
+    found = stale(reports)
+    stale_files = f"stale: {', '.join(found)}: run python scripts/report.py"
+    print(stale_files if found else "the report is what the records say")
+    return 1 if found else 0
+
+
+def _write(reports: Path) -> int:
     (reports / "commits.json").write_text(json.dumps(ordered_commits(reports), indent=1) + "\n")
     markdown, results = build(reports, reports / "figures")
     write(reports, markdown, reports / "figures")

@@ -60,10 +60,10 @@ def peak_memory(device):
 
 
 def write(record, path):
-    """Validate and write a record as JSON, making its folder. A device or pipe is written to, a file replaced whole."""
+    """Validate and write a record as JSON, making its folder. A device, pipe or link is written to, a file replaced whole."""
     path, text = Path(path), json.dumps(validate(record), indent=1, allow_nan=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and not path.is_file():
+    if path.is_symlink() or (path.exists() and not path.is_file()):
         path.write_text(text)
         return
     unfinished = path.with_name(path.name + ".part")

@@ -43,6 +43,7 @@ _TRACE = {"kind": str, "mode": str, "pass": str, "configuration": dict, "environ
           "kernels": list}
 _TRACED = dict.fromkeys(("span_us", "communication_us", "hidden_us"), _NUMBER)
 _STACK = {"torch": str, "device": str, "git_commit": str}
+_SIZES = ("batch_size", "tokens", "dim", "k", "comm_scale", "compute_scale")
 _COUNTS = dict.fromkeys(("resident_bytes", "device_bytes", "files", "layers", "compilations"), int)
 _VARIANTS = {"variants": dict, "failed": dict}  # of a comparison, absent from older records
 
@@ -104,6 +105,10 @@ def validate(record):
     for name, setting in record["configuration"].items() if "configuration" in fields else ():
         if not isinstance(setting, dict) or "value" not in setting:
             raise ValueError(f"configuration.{name}={setting!r}: must be an object with a value")
+        if name in _SIZES:
+            _require_count(f"configuration.{name}", setting["value"])
+    for name, value in record["exchange"].items() if "exchange" in fields else ():
+        _require_count(f"exchange.{name}", value, least=0)
     try:
         check(record)
     except (AttributeError, ArithmeticError, LookupError, RecursionError, TypeError) as error:
@@ -120,6 +125,11 @@ def _require_fields(name, value, fields):
             raise ValueError(f"{name} field {field!r} is missing")
         if not isinstance(value[field], expected) or isinstance(value[field], bool):
             raise ValueError(f"{name} field {field}={value[field]!r}: must be {expected}")
+
+
+def _require_count(name, value, least=1):
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name}={value!r}: must be a count of at least {least}")
 
 
 def _check_single(record):

@@ -233,13 +233,17 @@ def test_gradient_check_fails_on_nan_zero_reference_and_missing_keys():
                                                                 torch.float32)[0]
 
 
-def test_a_record_goes_through_a_pipe_and_leaves_it(tmp_path):
+def test_a_record_goes_through_a_pipe_or_link_and_leaves_it(tmp_path):
     content = {"schema": 1, "kind": "simulation", "simulated": True, "calibration": "", "cases": []}
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     record.write(content, tmp_path / "pipe")
     assert json.loads(os.read(reader, 1 << 16)) == content and (tmp_path / "pipe").is_fifo()
     os.close(reader)
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("file")  # as /dev/stdout is one
+    record.write(content, tmp_path / "link")
+    assert json.loads((tmp_path / "file").read_text()) == content and (tmp_path / "link").is_symlink()
     record.write(content, tmp_path / "new" / "file.json")
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["file.json"]
 

@@ -41,6 +41,9 @@ def _changes():
     yield "eps", lambda ffn, x, patch: patch.setattr(ffn.norm_gate, "eps", 1e-3)
     yield "frozen", lambda ffn, x, patch: setattr(ffn.w1, "requires_grad", False)
     yield "no weight", lambda ffn, x, patch: patch.setattr(ffn.norm_x, "weight", None)
+    for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        yield hooks, lambda ffn, x, patch, hooks=hooks: patch.setitem(getattr(ffn.norm_gate, hooks), 0, print)
+    yield "forward", lambda ffn, x, patch: patch.setattr(ffn.norm_x, "forward", torch.neg)
     for name in config.VARIABLES:
         yield name, lambda ffn, x, patch, name=name: patch.setenv(name, "1")
 

@@ -74,6 +74,17 @@ def test_a_norm_of_another_kind_is_noticed(monkeypatch, ffn):
     assert torch.equal(_kernel(ffn, x), ffn(x))
 
 
+def test_hooks_of_a_norm_and_a_forward_of_its_own_run(monkeypatch, ffn):
+    x = torch.randn(2, 4, 16)
+    _kernel(ffn, x)
+    doubled = ffn.norm_x.register_forward_hook(lambda norm, inputs, output: 2 * output)
+    assert torch.equal(_kernel(ffn, x), ffn(x))
+    doubled.remove()
+    assert _answered_by_the_layer(monkeypatch, ffn, x)
+    ffn.norm_gate.forward = torch.neg
+    assert torch.equal(_kernel(ffn, x), ffn(x))
+
+
 @pytest.mark.parametrize("shape", [(1, 4, 16), (3, 4, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_with_a_vector_are_the_reference_s(monkeypatch, shape, dtype):

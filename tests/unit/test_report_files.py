@@ -40,6 +40,8 @@ def test_a_record_that_is_cut_off_is_named(tmp_path):
         ("record field environment", lambda content: {**content, "environment": None}),
         ("environment field 'git_commit' is missing", lambda content: {**content, "environment": {"torch": "", "device": ""}}),
         ("measurements", lambda content: {**content, "measurements": {}}),
+        ("configuration.dim", lambda content: {**content, "configuration": {"dim": {"value": "many"}}}),
+        ("exchange.exchanges=None", lambda content: {**content, "exchange": {"exchanges": None}}),
         ("kind", lambda content: {**content, "kind": "others"}),
         ("record", lambda content: [content]),
     ],
@@ -56,6 +58,26 @@ def test_a_record_of_another_schema_is_refused_by_name(name, change, monkeypatch
     assert report.main() == 2
     named, sweep = capsys.readouterr().err.splitlines()
     assert f"{OVERLAP}: is no record ({name}" in named and "sweep.jsonl': line 1 is no record of a sweep" in sweep
+
+
+@pytest.mark.parametrize(
+    "problem, change",
+    [
+        ("notes.json", lambda folder: (folder / "notes.json").unlink()),
+        ("notes.json: is no JSON", lambda folder: (folder / "notes.json").write_text("[1")),
+        ("commits.json: is no JSON", lambda folder: (folder / "commits.json").write_text("")),
+        ("folder.json", lambda folder: (folder / "results" / "folder.json").mkdir()),
+    ],
+)
+def test_what_no_report_can_be_made_from_is_named(problem, change, monkeypatch, tmp_path, capsys):
+    folder = tmp_path / "reports"
+    shutil.copytree(REPORTS, folder)
+    (folder / "commits.json").unlink()
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["report.py", "--check"])
+    change(folder)
+    assert report.main() == 2
+    assert problem in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,13 @@ def test_a_file_that_cannot_be_predicted_is_named_and_the_others_are(tmp_path, c
     assert any(line.startswith("good.json  none ") for line in lines)
 
 
+def test_what_is_no_folder_is_not_predicted(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["calibrate.py", "--predict", str(tmp_path / "nothing")])
+    with pytest.raises(SystemExit, match="2"):
+        calibrate.main()
+    assert "must be a folder of records" in capsys.readouterr().err
+
+
 def test_the_planner_s_candidates_are_modes_of_the_comparison(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["simulate.py", "--ranks", "2", "--modes"])
     assert command.main() == 0
