@@ -47,7 +47,8 @@ def _key(ffn: torch.nn.Module, inputs: torch.Tensor, comp_only: bool) -> tuple:
         is_altered(norm_x) or is_altered(norm_gate),
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled(ffn.w1.device.type),
+        torch.is_autocast_enabled("cuda"),  # not of the inputs' device, which may be one that has no autocast
+        torch.is_autocast_enabled("cpu"),
         variables(),
     )
 
@@ -58,10 +59,13 @@ def known_layer(ffn: Any, inputs: Any, comp_only: bool) -> tuple[CompiledLayer, 
     Raises ValueError if the group is unfit by now.
     """
     known = _ANSWERS.get(ffn) if isinstance(ffn, torch.nn.Module) and isinstance(inputs, torch.Tensor) else None
-    answers = known.get(_key(ffn, inputs, comp_only)) if known else None
-    if answers is None:
+    if not known:
         return None
-    parameters = parameters_of(ffn)
+    try:
+        answers = known.get(_key(ffn, inputs, comp_only), ())
+        parameters = parameters_of(ffn) if answers else ()
+    except AttributeError:  # a part is gone; the checks of a new call say which
+        return None
     for answer in answers:
         if answer.tensors_are_alike(inputs, *parameters):
             if answer.group is None or _is_alive(answer.group(), _group(ffn)):

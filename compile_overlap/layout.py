@@ -116,7 +116,7 @@ def parameters_of(ffn: Any) -> tuple[torch.Tensor, ...]:
 
 def is_altered(norm: Any) -> bool:
     """Whether a norm has hooks, or a `forward` of its own instead of its class's: only a call of it runs them."""
-    own = norm.__dict__
+    own = getattr(norm, "__dict__", {})  # of what is no norm, too: this is asked before it is refused
     hooked = own.get("_forward_hooks") or own.get("_forward_pre_hooks")
     return bool("forward" in own or hooked or own.get("_backward_hooks") or own.get("_backward_pre_hooks"))
 

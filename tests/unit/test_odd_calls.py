@@ -100,6 +100,18 @@ def test_a_wrong_device_is_named_after_good_calls_too(ffn):
         _kernel(ffn, torch.randn(2, 4, 16, device="meta"))
 
 
+@pytest.mark.parametrize("name", ["w1", "bout", "norm_x", "norm_gate"])
+@pytest.mark.parametrize("value", ["nothing", None, 3, torch.nn.Identity()], ids=str)
+def test_what_is_lost_after_good_calls_is_named(ffn, name, value):
+    x = torch.randn(2, 4, 16)
+    _kernel(ffn, x)
+    delattr(ffn, name)
+    if value != "nothing":
+        setattr(ffn, name, value)
+    with pytest.raises(ValueError, match=f"ffn.{name} = "):
+        _kernel(ffn, x)
+
+
 def test_another_thread_may_compile_meanwhile(monkeypatch, ffn):
     x = torch.randn(2, 4, 16)
     _kernel(ffn, x)

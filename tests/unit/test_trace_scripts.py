@@ -135,6 +135,12 @@ def test_a_measurement_on_cpu_says_that_it_has_no_traces(measured):
     figures = measured["hiding"]["kernel"]["slowest_rank"]
     assert figures["hidden_fraction"] is None and figures["times_s"]["comm"] is None and figures["speedup"] > 0
     assert measured["configuration"]["modes"]["value"] == "none,kernel:sequential,kernel"
+    assert "hidden = " not in measure.table(measured)
+
+
+def test_the_table_says_how_its_figures_are_defined(measured):
+    text = measure.table({**measured, "trace_note": None})
+    assert "hidden = (T_none - T) / T_comm" in text and "E Flux = 1 - (T - T_best) / (T_none - T_best)" in text
     assert all(len(row) == 3 for value in measured["measurements"].values() for row in value["samples_s"])
 
 
