@@ -253,7 +253,7 @@ def _layer(
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     # The group belongs to the key even where nothing is exchanged: whether a rank compiles is agreed over it.
     group = group_name(ffn.ep_group) if layout.P > 1 else None
-    per_tensor = tuple((t.requires_grad, t.stride()) for t in tensors)
+    per_tensor = tuple((t.requires_grad, _strides(t)) for t in tensors)
     key = (group, layout, tuple(static.items()), inputs.dtype, modes, per_tensor, inputs.device)
     layer = compiler.cached_layer(key)
     if layer is None:
@@ -274,6 +274,11 @@ def _layer(
     if chosen is None:
         _remember(ffn.ep_group, problem_of(ffn, layout, settings, candidate), static["group"])
     return layer, tensors, None
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Without those of axes of one element, which may be anything and differ between ranks."""
+    return tuple(stride for size, stride in zip(tensor.shape, tensor.stride()) if size != 1)
 
 
 def agree_on_call(

@@ -111,6 +111,8 @@ def _decisions(rank):
         results["not mutated"] = torch.equal(x, kept)
         calls = [(ffn, x), (other, x), (ffn, x[:1]), (other, x[:1]), (ffn, x), (other, x)]
         results["interleaved"] = all(torch.equal(f(t, overlap="kernel"), f(t)) for f, t in calls)
+        one = torch.empty_strided((1, *x.shape[1:]), (x[0].numel() * (1 + rank), x.shape[2], 1), dtype=BF16).copy_(x[:1])
+        results["any stride of an axis of one"] = torch.equal(ffn(one, overlap="kernel"), ffn(x[:1]))
         comp = ffn(x, overlap="kernel", comp_only=True)
         results["comp-only"] = torch.equal(comp, ffn._forward_comp_only(x))
         ffn.comm_scale = 2
