@@ -137,8 +137,8 @@ SAMPLES = {WHOLE: [2.0, 2.0, 9.0], HALVES: [1.0, 1.0, 1.0], FOUR: [1.5, 1.0, 1.5
 def _planner_record(rows):
     return {
         "schema": record.SCHEMA_VERSION, "kind": "planner", "configuration": {}, "world_size": 2,
-        "environment": {"torch": "2.6.0", "device": "cpu", "git_commit": "unknown"}, "pass": "forward", "settings": {},
-        "shapes": rows, "geometric_means": judge_planner.means(rows),
+        "environment": {"torch": "2.6.0", "device": "x86_64 CPU", "git_commit": "a" * 40},
+        "pass": "forward", "settings": {}, "shapes": rows, "geometric_means": judge_planner.means(rows),
     }  # fmt: skip
 
 
