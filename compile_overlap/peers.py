@@ -76,8 +76,8 @@ def peer_put(
     """Put tokens `first`..`first`+`length` of each rank's share of `source` [B,P,L,D] into that rank's inbox.
 
     A kernel stores the first `stored` of them, and my own rows. The others go by copy engines, beside the computation: at
-    once where none are stored, else when `peer_take_gemm` has launched what hides them. Chunks are put in their order, beginning with 0.
-    The result holds nothing; what takes the same chunk needs it and `source`, which keeps both alive until then.
+    once where none are stored, else when `peer_take_gemm` has launched what hides them. Chunks are put in their order,
+    beginning with 0. The result holds nothing; what takes the same chunk needs it and `source`, which keeps both alive until then.
     """
     here = room(alias)
     captured = torch.cuda.is_current_stream_capturing()  # then nothing is sent yet

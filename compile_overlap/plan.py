@@ -29,12 +29,6 @@ HEADS = (2, 3, 4, 6, 8)  # tokens of a first chunk that may be dispatched before
 # What that must save by prediction for each copy, signal and wait, of which there are three a rank: as much as they cost
 # the host, which bounds the calls of small layers.
 HEAD_LAUNCH_S = 5e-6
-# What that must save by prediction for each copy, signal and wait, of which there are three a rank: as much as they cost
-# the host, which bounds the calls of small layers.
-HEAD_LAUNCH_S = 5e-6
-# The host's time for an exchange through the peers' memory, by its pieces (on an H200's host, `small_host.log`): the
-# simulator's own was fitted to eager calls of small layers, all of whose host time it holds.
-PEER_S = 7e-5
 AS_FAST = 0.01  # predictions that lie so close are not told apart (the model's error is larger): fewer chunks win
 
 

@@ -48,7 +48,8 @@ def _completed(group, rank: int, device: torch.device, problem: Problem, chosen:
         chosen = replace(chosen, own_first=False, head=0)
     asked = (settings.own_first and not chosen.own_first) or (settings.head and not chosen.head)
     if asked and chosen.peers and rank == 0:
-        notice.warn_once("A2A_FFN_OWN_FIRST, A2A_FFN_HEAD are without effect: no first GEMM has such parts, or equals itself in them")
+        why = "no first GEMM has such parts, or equals itself in them"
+        notice.warn_once(f"A2A_FFN_OWN_FIRST, A2A_FFN_HEAD are without effect: {why}")
     return chosen
 
 
