@@ -8,9 +8,14 @@ With u, g the halves of z + bias, x = (u - mean) rstd and n = x gamma + beta for
     du      = rstd (w - mean(w) - x mean(w x)),  w = dn gamma      (LayerNorm's backward, each half)
     dgamma  = sum over rows of dn x,  dbeta = sum of dn,  dbias = sum of (du, dg)
 
-The first kernel takes the row sums that `mean` asks for, two rows a program. The second has a tile of columns for all
-rows of one token: it writes dz and h, and keeps the column sums in registers, so that no pass over dz follows and no
-atomics are needed. Traffic is 9 H values a row: three read twice, three written. All arithmetic is in fp32.
+The first kernel takes the row sums that `mean` asks for, four rows a program, and leaves what the second needs of a row:
+x = rstd z + shift and du = rstd w + slope z + offset. The second has a tile of columns for all rows of one token: it
+writes dz and h, and keeps the column sums in registers, so that no pass over dz follows and no atomics are needed.
+Traffic is 9 H values a row: three read twice, three written. All arithmetic is in fp32.
+
+To read them once, a team of programs would share a row: each keeps its columns' sums and tells the others its part of
+the row's. That was tried, and takes 1.7 ms where this takes 1.16: what a program must keep until it has heard leaves
+room for eight warps on an SM, too few to hide the exchange.
 """
 
 from __future__ import annotations
@@ -28,8 +33,8 @@ except ImportError:
 from ..operators import fake_of, operator
 from .launch import Launch
 
-# Fastest of nine and of sixteen on an H200, at 32 tokens of 1,024 rows and H = 7680: 0.43 and 0.81 ms.
-_SUMMED_ROWS, _SUMMED_COLUMNS, _SUMMED_WARPS = 2, 512, 2
+# Fastest of twelve and of seven on an H200, at 32 tokens of 1,024 rows and H = 7680: 0.38 and 0.78 ms.
+_SUMMED_ROWS, _SUMMED_COLUMNS, _SUMMED_WARPS, _SUMMED_STAGES = 4, 256, 1, 3
 _TILE_COLUMNS, _TILE_WARPS = 256, 2
 
 
@@ -61,30 +66,28 @@ def gated_norm_grad(
     length, rows, hidden = grad.shape
     grad, z = grad.contiguous(), z.contiguous()
     dz, h = torch.empty_like(z), torch.empty_like(grad)
-    sums = z.new_empty((4, length * rows), dtype=torch.float32)
+    factors = z.new_empty((length * rows, 8), dtype=torch.float32)
     dbias = z.new_empty((length, 2 * hidden), dtype=torch.float32)
     partial = z.new_empty((length, 4, hidden), dtype=torch.float32)
     operands = (
         grad, z, z if bias is None else bias.contiguous(),
         gamma_x.contiguous(), beta_x.contiguous(), gamma_gate.contiguous(), beta_gate.contiguous(),
-        mean_x.contiguous(), rstd_x.contiguous(), mean_gate.contiguous(), rstd_gate.contiguous(),
     )  # fmt: skip
+    statistics = (each.contiguous() for each in (mean_x, rstd_x, mean_gate, rstd_gate))
     for_rows, for_columns = _launches(length, rows, hidden, bias is not None, rounded, z.dtype, z.device)
-    for_rows(*operands, sums)
-    for_columns(*operands, sums, dz, h, dbias, partial)
+    for_rows(*operands, *statistics, factors)
+    for_columns(*operands, factors, dz, h, dbias, partial)
     return dz, h, dbias, partial.sum(0)
 
 
 @functools.lru_cache(maxsize=1024)
 def _launches(length, rows, hidden, has_bias, rounded, dtype, device) -> tuple[Launch, Launch]:
     shared = {"H": hidden, "HAS_BIAS": has_bias, "ROUNDED": rounded}
-    lanes = min(_SUMMED_COLUMNS, triton.next_power_of_2(hidden)) // 8
-    summed = {"ROWS": _SUMMED_ROWS, "LANES": max(lanes, 1), "num_warps": _SUMMED_WARPS}
+    summed = {"ROWS": _SUMMED_ROWS, "COLUMNS": _SUMMED_COLUMNS, "STAGES": _SUMMED_STAGES, "num_warps": _SUMMED_WARPS}
     tile = {"COLUMNS": _TILE_COLUMNS, "num_warps": _TILE_WARPS}
-    numbers = rows, length * rows
     return (
-        Launch(_row_sums, (triton.cdiv(rows, _SUMMED_ROWS), length), numbers, **shared, **summed),
-        Launch(_columns, (triton.cdiv(hidden, _TILE_COLUMNS), length), numbers, **shared, **tile),
+        Launch(_row_sums, (triton.cdiv(rows, _SUMMED_ROWS), length), (rows,), **shared, **summed),
+        Launch(_columns, (triton.cdiv(hidden, _TILE_COLUMNS), length), (rows,), **shared, **tile),
     )
 
 
@@ -108,8 +111,19 @@ if triton is not None:
         "{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xFFFF0000; }"
     )
 
+    # Likewise; the compiler would take the upper value out of its word and shift it back.
+    _WIDEN_BF16: tl.constexpr = tl.constexpr("{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000; }")
+
     @triton.jit
-    def _normed(z, bias, mean, rstd, gamma, beta, like, HAS_BIAS: tl.constexpr, ROUNDED: tl.constexpr):
+    def _wide(values):
+        if values.dtype == tl.bfloat16:
+            values = tl.inline_asm_elementwise(_WIDEN_BF16, "=r,=r,r", [values], tl.float32, is_pure=True, pack=2)
+        return values.to(tl.float32)
+
+    @triton.jit
+    def _biased(z, bias, like, HAS_BIAS: tl.constexpr, ROUNDED: tl.constexpr):
+        """z + bias in fp32."""
+        z = _wide(z)
         if HAS_BIAS:
             z += bias
             if ROUNDED:
@@ -117,8 +131,7 @@ if triton is not None:
                     z = tl.inline_asm_elementwise(_ROUND_BF16, "=r,=r,r,r", [z], tl.float32, is_pure=True, pack=2)
                 else:
                     z = z.to(like.dtype.element_ty).to(tl.float32)
-        x = (z - mean) * rstd
-        return x, x * gamma + beta
+        return z
 
     @triton.jit
     def _gate_grads(grad, n_x, n_gate):
@@ -127,40 +140,30 @@ if triton is not None:
         return n_x * silu, grad * silu, grad * n_x * (s + silu * (1.0 - s))
 
     @triton.jit
-    def _tile(z_ptr, grad_ptr, row, columns, mask, H: tl.constexpr):
-        u = tl.load(z_ptr + row * 2 * H + columns, mask, 0.0)
-        g = tl.load(z_ptr + row * 2 * H + H + columns, mask, 0.0)
-        return u, g, tl.load(grad_ptr + row * H + columns, mask, 0.0)
-
-    @triton.jit
-    def _ahead(
-        z_ptr, grad_ptr, mean_x_ptr, rstd_x_ptr, mean_gate_ptr, rstd_gate_ptr, sums_ptr, total_rows, row, last, columns,
-        inside, H: tl.constexpr,
-    ):  # fmt: skip
+    def _ahead(z_ptr, grad_ptr, factors_ptr, row, last, columns, inside, H: tl.constexpr):
         """A row's operands; after the last row that one's. Nothing replaces what lies outside: that would wait for the loads."""
         row = tl.minimum(row, last)
         u = tl.load(z_ptr + row * 2 * H + columns, inside)
         g = tl.load(z_ptr + row * 2 * H + H + columns, inside)
         grad = tl.load(grad_ptr + row * H + columns, inside)
-        sums_ptr += row
-        w_x_mean, wx_x_mean = tl.load(sums_ptr), tl.load(sums_ptr + total_rows)
-        w_gate_mean, wx_gate_mean = tl.load(sums_ptr + 2 * total_rows), tl.load(sums_ptr + 3 * total_rows)
-        mean_x, rstd_x = tl.load(mean_x_ptr + row), tl.load(rstd_x_ptr + row)
-        mean_gate, rstd_gate = tl.load(mean_gate_ptr + row), tl.load(rstd_gate_ptr + row)
-        return u, g, grad, mean_x, rstd_x, w_x_mean, wx_x_mean, mean_gate, rstd_gate, w_gate_mean, wx_gate_mean
+        of_row = factors_ptr + row * 8
+        rstd_x, shift_x = tl.load(of_row), tl.load(of_row + 1)
+        slope_x, offset_x = tl.load(of_row + 2), tl.load(of_row + 3)
+        rstd_gate, shift_gate = tl.load(of_row + 4), tl.load(of_row + 5)
+        slope_gate, offset_gate = tl.load(of_row + 6), tl.load(of_row + 7)
+        return u, g, grad, rstd_x, shift_x, slope_x, offset_x, rstd_gate, shift_gate, slope_gate, offset_gate
 
     @triton.jit
     def _one_row(
-        u, g, grad, mean_x, rstd_x, w_x_mean, wx_x_mean, mean_gate, rstd_gate, w_gate_mean, wx_gate_mean,
+        u, g, grad, rstd_x, shift_x, slope_x, offset_x, rstd_gate, shift_gate, slope_gate, offset_gate,
         gamma_x, beta_x, bias_u, gamma_gate, beta_gate, bias_g, dgamma_x, dbeta_x, dgamma_gate, dbeta_gate, dbias_u, dbias_g,
         dz_ptr, h_ptr, row, known, columns, inside, H: tl.constexpr, HAS_BIAS: tl.constexpr, ROUNDED: tl.constexpr,
     ):  # fmt: skip
-        u, g, grad = u.to(tl.float32), g.to(tl.float32), grad.to(tl.float32)
-        x, n_x = _normed(u, bias_u, mean_x, rstd_x, gamma_x, beta_x, dz_ptr, HAS_BIAS, ROUNDED)
-        x_gate, n_gate = _normed(g, bias_g, mean_gate, rstd_gate, gamma_gate, beta_gate, dz_ptr, HAS_BIAS, ROUNDED)
-        h, dn_x, dn_gate = _gate_grads(grad, n_x, n_gate)
-        du = rstd_x * (dn_x * gamma_x - w_x_mean - x * wx_x_mean)
-        dg = rstd_gate * (dn_gate * gamma_gate - w_gate_mean - x_gate * wx_gate_mean)
+        u, g = _biased(u, bias_u, dz_ptr, HAS_BIAS, ROUNDED), _biased(g, bias_g, dz_ptr, HAS_BIAS, ROUNDED)
+        x, x_gate = u * rstd_x + shift_x, g * rstd_gate + shift_gate
+        h, dn_x, dn_gate = _gate_grads(_wide(grad), x * gamma_x + beta_x, x_gate * gamma_gate + beta_gate)
+        du = dn_x * gamma_x * rstd_x + (u * slope_x + offset_x)
+        dg = dn_gate * gamma_gate * rstd_gate + (g * slope_gate + offset_gate)
         if known:
             tl.store(h_ptr + row * H + columns, h.to(h_ptr.dtype.element_ty), inside)
             tl.store(dz_ptr + row * 2 * H + columns, du.to(dz_ptr.dtype.element_ty), inside)
@@ -175,61 +178,68 @@ if triton is not None:
 
     @triton.jit
     def _weights(gamma_ptr, beta_ptr, bias_ptr, place, columns, inside, HAS_BIAS: tl.constexpr):
-        gamma = tl.load(gamma_ptr + columns, inside, 0.0).to(tl.float32)
-        beta = tl.load(beta_ptr + columns, inside, 0.0).to(tl.float32)
+        gamma = _wide(tl.load(gamma_ptr + columns, inside, 0.0))
+        beta = _wide(tl.load(beta_ptr + columns, inside, 0.0))
         bias = beta
         if HAS_BIAS:
-            bias = tl.load(bias_ptr + place + columns, inside, 0.0).to(tl.float32)
+            bias = _wide(tl.load(bias_ptr + place + columns, inside, 0.0))
         return gamma, beta, bias
+
+    @triton.jit
+    def _by_eights(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+        """Sums of eight neighbours: what a thread has of a row."""
+        return tl.sum(tl.reshape(values, [ROWS, COLUMNS // 8, 8]), 2)
 
     @triton.jit
     def _row_sums(
         grad_ptr, z_ptr, bias_ptr, gamma_x_ptr, beta_x_ptr, gamma_gate_ptr, beta_gate_ptr,
-        mean_x_ptr, rstd_x_ptr, mean_gate_ptr, rstd_gate_ptr, sums_ptr, rows, total_rows,
-        H: tl.constexpr, HAS_BIAS: tl.constexpr, ROUNDED: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+        mean_x_ptr, rstd_x_ptr, mean_gate_ptr, rstd_gate_ptr, factors_ptr, rows,
+        H: tl.constexpr, HAS_BIAS: tl.constexpr, ROUNDED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+        STAGES: tl.constexpr,
     ):  # fmt: skip
         token = tl.program_id(1).to(tl.int64)
         local = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         known, row = local < rows, token * rows + local
-        # [ROWS,LANES,8]: eight columns to a thread, which sums them before it adds them to what it has.
-        rows_of, of_row = row[:, None, None], known[:, None, None]
-        lanes = (tl.arange(0, LANES)[:, None] * 8 + tl.arange(0, 8)[None, :])[None, :, :]
-        mean_x = tl.load(mean_x_ptr + row, known, 0.0)[:, None, None]
-        rstd_x = tl.load(rstd_x_ptr + row, known, 0.0)[:, None, None]
-        mean_gate = tl.load(mean_gate_ptr + row, known, 0.0)[:, None, None]
-        rstd_gate = tl.load(rstd_gate_ptr + row, known, 0.0)[:, None, None]
-        w_x_sum = tl.zeros([ROWS, LANES], tl.float32)
-        wx_x_sum = tl.zeros([ROWS, LANES], tl.float32)
-        w_gate_sum = tl.zeros([ROWS, LANES], tl.float32)
-        wx_gate_sum = tl.zeros([ROWS, LANES], tl.float32)
-        for begin in range(0, H, 8 * LANES):
-            columns = begin + lanes
+        mean_x, rstd_x = tl.load(mean_x_ptr + row, known, 0.0), tl.load(rstd_x_ptr + row, known, 0.0)
+        mean_gate, rstd_gate = tl.load(mean_gate_ptr + row, known, 0.0), tl.load(rstd_gate_ptr + row, known, 0.0)
+        shift_x, shift_gate = -mean_x * rstd_x, -mean_gate * rstd_gate
+        w_x_sum = tl.zeros([ROWS, COLUMNS // 8], tl.float32)
+        wx_x_sum, w_gate_sum, wx_gate_sum = w_x_sum, w_x_sum, w_x_sum
+        for begin in tl.range(0, H, COLUMNS, num_stages=STAGES):
+            columns = (begin + tl.arange(0, COLUMNS))[None, :]
             inside = columns < H
-            u, g, grad = _tile(z_ptr, grad_ptr, rows_of, columns, inside & of_row, H)
+            taken = inside & known[:, None]
+            u = tl.load(z_ptr + row[:, None] * 2 * H + columns, taken, 0.0)
+            g = tl.load(z_ptr + row[:, None] * 2 * H + H + columns, taken, 0.0)
+            grad = tl.load(grad_ptr + row[:, None] * H + columns, taken, 0.0)
             gamma_x, beta_x, bias_u = _weights(gamma_x_ptr, beta_x_ptr, bias_ptr, token * 2 * H, columns, inside, HAS_BIAS)
             gamma_gate, beta_gate, bias_g = _weights(
                 gamma_gate_ptr, beta_gate_ptr, bias_ptr, token * 2 * H + H, columns, inside, HAS_BIAS
             )
-            x, n_x = _normed(u.to(tl.float32), bias_u, mean_x, rstd_x, gamma_x, beta_x, z_ptr, HAS_BIAS, ROUNDED)
-            x_gate, n_gate = _normed(
-                g.to(tl.float32), bias_g, mean_gate, rstd_gate, gamma_gate, beta_gate, z_ptr, HAS_BIAS, ROUNDED
-            )
-            h, dn_x, dn_gate = _gate_grads(grad.to(tl.float32), n_x, n_gate)
+            u, g = _biased(u, bias_u, z_ptr, HAS_BIAS, ROUNDED), _biased(g, bias_g, z_ptr, HAS_BIAS, ROUNDED)
+            x, x_gate = u * rstd_x[:, None] + shift_x[:, None], g * rstd_gate[:, None] + shift_gate[:, None]
+            _, dn_x, dn_gate = _gate_grads(_wide(grad), x * gamma_x + beta_x, x_gate * gamma_gate + beta_gate)
             w_x, w_gate = dn_x * gamma_x, dn_gate * gamma_gate
-            w_x_sum += tl.sum(w_x, 2)
-            wx_x_sum += tl.sum(w_x * x, 2)
-            w_gate_sum += tl.sum(w_gate, 2)
-            wx_gate_sum += tl.sum(w_gate * x_gate, 2)
-        tl.store(sums_ptr + row, tl.sum(w_x_sum, 1) / H, known)
-        tl.store(sums_ptr + total_rows + row, tl.sum(wx_x_sum, 1) / H, known)
-        tl.store(sums_ptr + 2 * total_rows + row, tl.sum(w_gate_sum, 1) / H, known)
-        tl.store(sums_ptr + 3 * total_rows + row, tl.sum(wx_gate_sum, 1) / H, known)
+            w_x_sum += _by_eights(w_x, ROWS, COLUMNS)
+            wx_x_sum += _by_eights(w_x * x, ROWS, COLUMNS)
+            w_gate_sum += _by_eights(w_gate, ROWS, COLUMNS)
+            wx_gate_sum += _by_eights(w_gate * x_gate, ROWS, COLUMNS)
+        w_x, wx_x = tl.sum(w_x_sum, 1) / H, tl.sum(wx_x_sum, 1) / H
+        w_gate, wx_gate = tl.sum(w_gate_sum, 1) / H, tl.sum(wx_gate_sum, 1) / H
+        of_row = factors_ptr + row * 8
+        tl.store(of_row, rstd_x, known)
+        tl.store(of_row + 1, shift_x, known)
+        tl.store(of_row + 2, -wx_x * rstd_x * rstd_x, known)
+        tl.store(of_row + 3, -(w_x + wx_x * shift_x) * rstd_x, known)
+        tl.store(of_row + 4, rstd_gate, known)
+        tl.store(of_row + 5, shift_gate, known)
+        tl.store(of_row + 6, -wx_gate * rstd_gate * rstd_gate, known)
+        tl.store(of_row + 7, -(w_gate + wx_gate * shift_gate) * rstd_gate, known)
 
     @triton.jit
     def _columns(
-        grad_ptr, z_ptr, bias_ptr, gamma_x_ptr, beta_x_ptr, gamma_gate_ptr, beta_gate_ptr,
-        mean_x_ptr, rstd_x_ptr, mean_gate_ptr, rstd_gate_ptr, sums_ptr, dz_ptr, h_ptr, dbias_ptr, partial_ptr,
-        rows, total_rows,
+        grad_ptr, z_ptr, bias_ptr, gamma_x_ptr, beta_x_ptr, gamma_gate_ptr, beta_gate_ptr, factors_ptr,
+        dz_ptr, h_ptr, dbias_ptr, partial_ptr, rows,
         H: tl.constexpr, HAS_BIAS: tl.constexpr, ROUNDED: tl.constexpr, COLUMNS: tl.constexpr,
     ):  # fmt: skip
         token = tl.program_id(1).to(tl.int64)
@@ -248,45 +258,39 @@ if triton is not None:
         # While one row is computed the next two are on their way. Each has names of its own: to hand one on from name to name
         # would wait for it.
         row, last = token * rows, token * rows + rows - 1
-        u0, g0, grad0, mean_x0, rstd_x0, w_x0, wx_x0, mean_gate0, rstd_gate0, w_gate0, wx_gate0 = _ahead(
-            z_ptr, grad_ptr, mean_x_ptr, rstd_x_ptr, mean_gate_ptr, rstd_gate_ptr, sums_ptr, total_rows, row, last, columns,
-            inside, H,
+        u0, g0, grad0, rstd_x0, shift_x0, slope_x0, offset_x0, rstd_gate0, shift_gate0, slope_gate0, offset_gate0 = _ahead(
+            z_ptr, grad_ptr, factors_ptr, row, last, columns, inside, H
         )  # fmt: skip
-        u1, g1, grad1, mean_x1, rstd_x1, w_x1, wx_x1, mean_gate1, rstd_gate1, w_gate1, wx_gate1 = _ahead(
-            z_ptr, grad_ptr, mean_x_ptr, rstd_x_ptr, mean_gate_ptr, rstd_gate_ptr, sums_ptr, total_rows, row + 1, last, columns,
-            inside, H,
+        u1, g1, grad1, rstd_x1, shift_x1, slope_x1, offset_x1, rstd_gate1, shift_gate1, slope_gate1, offset_gate1 = _ahead(
+            z_ptr, grad_ptr, factors_ptr, row + 1, last, columns, inside, H
         )  # fmt: skip
-        u2, g2, grad2, mean_x2, rstd_x2, w_x2, wx_x2, mean_gate2, rstd_gate2, w_gate2, wx_gate2 = _ahead(
-            z_ptr, grad_ptr, mean_x_ptr, rstd_x_ptr, mean_gate_ptr, rstd_gate_ptr, sums_ptr, total_rows, row + 2, last, columns,
-            inside, H,
+        u2, g2, grad2, rstd_x2, shift_x2, slope_x2, offset_x2, rstd_gate2, shift_gate2, slope_gate2, offset_gate2 = _ahead(
+            z_ptr, grad_ptr, factors_ptr, row + 2, last, columns, inside, H
         )  # fmt: skip
         for begin in range(0, rows, 3):
             dgamma_x, dbeta_x, dgamma_gate, dbeta_gate, dbias_u, dbias_g = _one_row(
-                u0, g0, grad0, mean_x0, rstd_x0, w_x0, wx_x0, mean_gate0, rstd_gate0, w_gate0, wx_gate0,
+                u0, g0, grad0, rstd_x0, shift_x0, slope_x0, offset_x0, rstd_gate0, shift_gate0, slope_gate0, offset_gate0,
                 gamma_x, beta_x, bias_u, gamma_gate, beta_gate, bias_g, dgamma_x, dbeta_x, dgamma_gate, dbeta_gate, dbias_u,
                 dbias_g, dz_ptr, h_ptr, row, True, columns, inside, H, HAS_BIAS, ROUNDED,
             )  # fmt: skip
-            u0, g0, grad0, mean_x0, rstd_x0, w_x0, wx_x0, mean_gate0, rstd_gate0, w_gate0, wx_gate0 = _ahead(
-                z_ptr, grad_ptr, mean_x_ptr, rstd_x_ptr, mean_gate_ptr, rstd_gate_ptr, sums_ptr, total_rows, row + 3, last, columns,
-                inside, H,
+            u0, g0, grad0, rstd_x0, shift_x0, slope_x0, offset_x0, rstd_gate0, shift_gate0, slope_gate0, offset_gate0 = _ahead(
+                z_ptr, grad_ptr, factors_ptr, row + 3, last, columns, inside, H
             )  # fmt: skip
             dgamma_x, dbeta_x, dgamma_gate, dbeta_gate, dbias_u, dbias_g = _one_row(
-                u1, g1, grad1, mean_x1, rstd_x1, w_x1, wx_x1, mean_gate1, rstd_gate1, w_gate1, wx_gate1,
+                u1, g1, grad1, rstd_x1, shift_x1, slope_x1, offset_x1, rstd_gate1, shift_gate1, slope_gate1, offset_gate1,
                 gamma_x, beta_x, bias_u, gamma_gate, beta_gate, bias_g, dgamma_x, dbeta_x, dgamma_gate, dbeta_gate, dbias_u,
                 dbias_g, dz_ptr, h_ptr, row + 1, begin + 1 < rows, columns, inside, H, HAS_BIAS, ROUNDED,
             )  # fmt: skip
-            u1, g1, grad1, mean_x1, rstd_x1, w_x1, wx_x1, mean_gate1, rstd_gate1, w_gate1, wx_gate1 = _ahead(
-                z_ptr, grad_ptr, mean_x_ptr, rstd_x_ptr, mean_gate_ptr, rstd_gate_ptr, sums_ptr, total_rows, row + 4, last, columns,
-                inside, H,
+            u1, g1, grad1, rstd_x1, shift_x1, slope_x1, offset_x1, rstd_gate1, shift_gate1, slope_gate1, offset_gate1 = _ahead(
+                z_ptr, grad_ptr, factors_ptr, row + 4, last, columns, inside, H
             )  # fmt: skip
             dgamma_x, dbeta_x, dgamma_gate, dbeta_gate, dbias_u, dbias_g = _one_row(
-                u2, g2, grad2, mean_x2, rstd_x2, w_x2, wx_x2, mean_gate2, rstd_gate2, w_gate2, wx_gate2,
+                u2, g2, grad2, rstd_x2, shift_x2, slope_x2, offset_x2, rstd_gate2, shift_gate2, slope_gate2, offset_gate2,
                 gamma_x, beta_x, bias_u, gamma_gate, beta_gate, bias_g, dgamma_x, dbeta_x, dgamma_gate, dbeta_gate, dbias_u,
                 dbias_g, dz_ptr, h_ptr, row + 2, begin + 2 < rows, columns, inside, H, HAS_BIAS, ROUNDED,
             )  # fmt: skip
-            u2, g2, grad2, mean_x2, rstd_x2, w_x2, wx_x2, mean_gate2, rstd_gate2, w_gate2, wx_gate2 = _ahead(
-                z_ptr, grad_ptr, mean_x_ptr, rstd_x_ptr, mean_gate_ptr, rstd_gate_ptr, sums_ptr, total_rows, row + 5, last, columns,
-                inside, H,
+            u2, g2, grad2, rstd_x2, shift_x2, slope_x2, offset_x2, rstd_gate2, shift_gate2, slope_gate2, offset_gate2 = _ahead(
+                z_ptr, grad_ptr, factors_ptr, row + 5, last, columns, inside, H
             )  # fmt: skip
             row += 3
         tl.store(dbias_ptr + token * 2 * H + columns, dbias_u, inside)
