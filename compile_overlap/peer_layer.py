@@ -15,9 +15,9 @@ def peer_layer(
     source: torch.Tensor, w1: torch.Tensor, b1: torch.Tensor | None, gamma_x: torch.Tensor, beta_x: torch.Tensor,
     gamma_gate: torch.Tensor, beta_gate: torch.Tensor, eps_x: float, eps_gate: float, wout: torch.Tensor,
     bout: torch.Tensor | None, bias_form: int, P: int, stored: int, triton: bool, rounded: bool, block: int, warps: int,
-    alias: str,
+    keep: bool, alias: str,
 ) -> torch.Tensor:  # fmt: skip
-    """The expert-parallel FFN of `source` [B,P,L,D]: its results [B,P,L,D], a private copy.
+    """The expert-parallel FFN of `source` [B,P,L,D]: its results [B,P,L,D], with `keep` a private copy (`peer_finish`).
 
     `stored`: tokens that a kernel puts at once (`peer_put`). `triton`: the first GEMM is by our kernel. `rounded`, `block`,
     `warps`: the gated norm sums in Inductor's order (`inductor_gated_norm`); in ATen's where `block` is 0.
@@ -35,7 +35,7 @@ def peer_layer(
     else:
         h, _ = direct.gated_norm_forward(*norm)
     told = direct.peer_gemm(h, wout, bout, bias_form, 0, length, P, alias)
-    return direct.peer_finish([told], batch, length, width, P, alias)
+    return direct.peer_finish([told], batch, length, width, P, keep, alias)
 
 
 @fake_of(peer_layer)

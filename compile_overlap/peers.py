@@ -9,7 +9,7 @@ dispatch, and its results, into which their GEMMs store the rows that they combi
                   travel, in a group of several hosts of my host's rows while the other hosts' travel
     peer_rows     the rows that it waited for
     peer_gemm     the second GEMM, stored into everybody's results
-    peer_finish   waits until everybody has stored; a private copy of my results
+    peer_finish   waits until everybody has stored; my results, or a private copy of them
 
 Rows that nothing hides are stored by a kernel on the stream of the computation, in which all ranks wait for each other
 (`kernels.store_rows`): those of a first chunk, or of its first tokens (`Plan.head`), whose GEMM hides the others. Others
@@ -21,13 +21,14 @@ When a buffer may be written again, for calls of a layer one after the other on 
 
 - My inbox is read between the wait for a chunk and the call's last `peer_gemm`, which tells the others when it is done. A
   peer's next `peer_put` follows its `peer_finish`, which waits for that.
-- My results are read by the copy in `peer_finish`. A peer stores into them again only in a GEMM that waited for my next
-  `peer_put`, which follows that copy: on the same stream, or through `Room.free`, which orders calls on other streams.
-  A captured CUDA graph cannot wait for what ran before its capture: replay it on the stream that makes the other calls.
+- My results are read by the copy in `peer_finish`, or, if a graph has read them when it ends, by that graph. A peer
+  stores into them again only in a GEMM that waited for my next `peer_put`, which follows: on the same stream, or on
+  another one that waits for all that the call before has issued (`Room.stream`). A captured CUDA graph cannot wait for
+  what ran before its capture: replay it on the stream that makes the other calls.
 
 A call that raises on all ranks alike (no memory, say) may leave signals and rows under way: the next one receives them first.
 
-So one inbox and one buffer of results serve any number of layers and streams; what a caller gets is its own. Signals are
+So one inbox and one buffer of results serve any number of layers and streams; what a caller gets is its own copy. Signals are
 flags on the device that each wait resets, or counts (`kernels.meeting`), so that eager calls and replays of a CUDA graph
 can follow one another. A wait never waits for something that is issued after it, on any rank: put -> take -> GEMM ->
 finish is the order on each. A wait that lasts longer than the group's timeout ends the process's use of its GPU: its next
@@ -46,7 +47,7 @@ import torch
 
 from . import ranges
 from .kernels import chunk_gemm_triton, gemm_combine, loaded_library
-from .kernels.collect import collect
+from .kernels.collect import collect, wait_for_all
 from .kernels.store_rows import store_rows
 from .operators import fake_of, operator
 from .rooms import Room, room
@@ -80,9 +81,8 @@ def peer_put(
     beginning with 0. The result holds nothing; what takes the same chunk needs it and `source`, which keeps both alive until then.
     """
     here = room(alias)
-    captured = torch.cuda.is_current_stream_capturing()  # then nothing is sent yet
-    if chunk == 0 and not captured:
-        torch.cuda.current_stream(source.device).wait_event(here.free)
+    if chunk == 0 and not torch.cuda.is_current_stream_capturing():  # while capturing nothing is sent
+        here.follow(torch.cuda.current_stream(source.device))
         _finish_given_up(here, source)
     if here.away is not None:
         here.away.start(("in", chunk), source[:, here.away.index, first : first + length])
@@ -311,38 +311,50 @@ def _(left, right, bias, bias_form, first, tokens, P, alias):
 
 
 @operator
-def peer_finish(stored: Sequence[torch.Tensor], batch: int, tokens: int, width: int, P: int, alias: str) -> torch.Tensor:
-    """Wait until all ranks have stored all their chunks; my results [B,P,L,D], a private copy."""
+def peer_finish(
+    stored: Sequence[torch.Tensor], batch: int, tokens: int, width: int, P: int, keep: bool, alias: str
+) -> torch.Tensor:  # fmt: skip
+    """Wait until all ranks have stored all their chunks; my results [B,P,L,D].
+
+    A private copy with `keep`; otherwise the buffer itself, to be read before the next call's first `peer_put` and never
+    written.
+    """
     here = room(alias)
-    results = collect(here.part("results", stored[0].dtype, 0, (batch, P, tokens, width)), here.results_meeting)
+    results = here.part("results", stored[0].dtype, 0, (batch, P, tokens, width))
+    if keep:
+        results = collect(results, here.results_meeting)
+    else:
+        wait_for_all(here.results_meeting)
     for key in [key for key in here.away.travelling if key[0] == "out"] if here.away else ():
         rows = here.away.wait(key)
         results[:, here.away.index, key[1] : key[1] + rows.shape[2]] = rows.transpose(0, 1)
-    if not torch.cuda.is_current_stream_capturing():
-        here.free.record(torch.cuda.current_stream(results.device))
     return results
 
 
 @fake_of(peer_finish)
-def _(stored, batch, tokens, width, P, alias):
+def _(stored, batch, tokens, width, P, keep, alias):
     return stored[0].new_empty((batch, P, tokens, width))
 
 
 @functools.lru_cache(maxsize=None)
 def register_lowering() -> None:
-    """Tell Inductor that the inbox is not memory of its own, which it could use again for something else."""
+    """Tell Inductor that the symmetric buffers are not memory of its own, which it could use again for something else."""
     from torch._inductor import lowering
     from torch._inductor.virtualized import V
 
-    for taking in (peer_take, peer_rows):
+    from .peer_layer import peer_layer
+
+    for taking in (peer_take, peer_rows, peer_finish, peer_layer):
         _register(taking, lowering, V)
 
 
 def _register(taking, lowering, V) -> None:
     call = lowering.fallback_handler(taking, add_to_fallback_set=False)
+    keep = [argument.name for argument in taking._schema.arguments].index("keep")
 
     @lowering.register_lowering(taking, type_promotion_kind=None)
     def take(*args):
         arrived = call(*args)
-        V.graph.never_reuse_buffers.add(arrived.get_name())
+        if not args[keep]:
+            V.graph.never_reuse_buffers.add(arrived.get_name())
         return arrived

@@ -5,7 +5,7 @@ rows that its second exchange takes away. Forward these are dispatch and combine
 the gradient of dispatch. Backward also has free work: the weight gradients, which no exchange waits for.
 
     forward    D0 D1 | w0 GEMM D2 GEMM C0 | w1 GEMM D3 GEMM C1 | ...
-    backward   C0' C1' | w0 dH C2' dX D0' | w1 dH dX D1' | dWout0 dW0 ...
+    backward   C0' C1' | w0 dH C2' dX D0' | w1 dH dX D1' | dWout0 dW0 ...      (peers: C0' | w0 dH dWout0 dX D0' | dW0)
 
 `build` follows a simulation on two lanes, compute and exchange (one communicator runs its exchanges in order):
 
@@ -15,7 +15,9 @@ the gradient of dispatch. Backward also has free work: the weight gradients, whi
 - a wait stands just before the first GEMM that reads what it waits for;
 - a second exchange starts as soon as its chunk is done, before the next first exchange;
 - free work runs where the next chunk has not arrived, when more than `backlog` chunks of it are owed (they hold the
-  operands in memory), and after the last second exchange, which has nothing else to hide under.
+  operands in memory), and after the last second exchange, which has nothing else to hide under;
+- through the peers' memory a chunk's first free GEMM, which reads the rows that its first exchange brought, runs before
+  its last GEMM on the way, after which the peers may write over them: otherwise it would need a copy.
 
 Times are relative: one token's forward computation takes 1, its exchange `ratio_16ths / 16`. Every rank builds the same
 schedule, since the plan is part of the graph (in the group's alias, see `passes.graphs`).
@@ -212,15 +214,18 @@ def build(direction: str, plan: Plan, works: tuple[Work, ...]) -> Schedule:
         while owed and lanes.arrival[chunk, 1] > lanes.compute:
             pay("fills the time until the next chunk arrives")
         add(WAIT, chunk, 1, 0, "its rows are read next")
+        in_place = plan.peers and work.gemms > 1 and work.free > 0
         for index in range(work.gemms):
+            if in_place and index == work.gemms - 1:
+                add(FREE, chunk, 0, 0, "reads rows that the last GEMM gives back to the peers")
             add(GEMM, chunk, 0, index, "on the way to the second exchange")
             while index == 0 and started < min(len(works), chunk + 1 + plan.ahead):
                 add(START, started, 1, 0, "as far as the in-flight budget allows")
                 started += 1
         if work.second:
             add(START, chunk, 2, 0, "its rows are done")
-        if work.free:
-            owed.append([Step(FREE, chunk, 0, index) for index in range(work.free)])
+        if work.free > in_place:
+            owed.append([Step(FREE, chunk, 0, index) for index in range(in_place, work.free)])
         while len(owed) > plan.backlog and chunk + 1 < len(works):
             pay("more chunks' operands are held than the backlog allows")
     while owed:

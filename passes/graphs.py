@@ -13,6 +13,7 @@ from collections import Counter
 
 import torch
 
+from compile_overlap.recipes import exact  # noqa: F401  registers the operator in `SUMS`
 from compile_overlap.schedule import Plan
 
 _ALIAS = re.compile(r"^compile_overlap\[([^\]]+)\]:(.+)$")
@@ -33,6 +34,11 @@ VIEWS = {
     aten.expand.default,
     aten.alias.default,
 }
+RESHAPES = {aten.reshape.default, aten.view.default, aten._unsafe_view.default}
+
+
+# Reductions over rows that a chunk's first exchange brought: bias gradients.
+SUMS = {aten.sum.dim_IntList, torch.ops.compile_overlap.row_sum.default}
 
 
 def alias(group_name: str, plan: Plan) -> str:
@@ -52,6 +58,11 @@ def starts(graph: torch.fx.Graph, unless_disabled: str = "") -> list[torch.fx.No
     return [node for node, plan in plans if plan is not None and unless_disabled not in plan.disabled]
 
 
+def finishes(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """Where our exchanges end after `LowerToPeers`."""
+    return list(graph.find_nodes(op="call_function", target=torch.ops.compile_overlap.peer_finish.default))
+
+
 def puts(graph: torch.fx.Graph, unless_disabled: str = "") -> list[torch.fx.Node]:
     """Our exchanges' starts after `LowerToPeers`."""
     nodes = graph.find_nodes(op="call_function", target=torch.ops.compile_overlap.peer_put.default)
@@ -61,6 +72,14 @@ def puts(graph: torch.fx.Graph, unless_disabled: str = "") -> list[torch.fx.Node
 def waits(start: torch.fx.Node) -> list[torch.fx.Node]:
     """The waits applied directly to a start's result."""
     return [user for user in start.users if user.target is WAIT]
+
+
+def readers(node: torch.fx.Node) -> set[torch.fx.Node]:
+    """What reads a tensor, directly or through views."""
+    found: set[torch.fx.Node] = set()
+    for user in node.users:
+        found |= readers(user) if user.target in VIEWS | RESHAPES else {user}
+    return found
 
 
 def starts_by_alias(graph: torch.fx.Graph, unless_disabled: str = "") -> Counter[str]:

@@ -10,7 +10,8 @@ Contract
               reads the rows
             - `peer_gemm` in place of the last GEMM on the way, its bias, the pack and start of the second exchange
             and one `peer_finish` in place of the waits of all second exchanges and the concatenation of their rows
-            (see `compile_overlap.peers`); the order is kept
+            (see `compile_overlap.peers`); the order is kept. Rows and results stay where they arrived, without a copy,
+            if the graph has read them when the peers may write there again
     leaves  a layer to the collectives when it is built otherwise than such a plan says, and all of them when one begins
             before another one has ended (they would share an inbox): says so, and raises `UnknownStructure` under
             `A2A_FFN_TRANSPORT=peers`; every rank compiles the same graph, so all of them lower a layer or none does
@@ -26,6 +27,7 @@ from __future__ import annotations
 import operator
 
 import torch
+import torch._inductor.config as inductor_config
 
 from compile_overlap import compat, notice
 from compile_overlap import peers  # noqa: F401  registers the operators
@@ -38,8 +40,7 @@ from .discover import Chunk, Layer, discover
 
 aten = torch.ops.aten
 ops = torch.ops.compile_overlap
-_RESHAPES = {aten.reshape.default, aten.view.default, aten._unsafe_view.default}
-_VIEWS = graphs.VIEWS | _RESHAPES
+_VIEWS = graphs.VIEWS | graphs.RESHAPES
 
 
 class LowerToPeers(OverlapPass):
@@ -61,6 +62,7 @@ class LowerToPeers(OverlapPass):
             except UnknownStructure as problem:
                 problems.append(problem)
         graph.eliminate_dead_code(lambda node: node.is_impure() and (node.users or node not in waits))
+        _leave_results_in_place(graph)
         verify.expect(graph)
         if problems:
             _leave(str(problems[0]))
@@ -72,6 +74,21 @@ def _leave(why: str) -> None:
     if Settings.from_environment().transport == PEERS:
         raise UnknownStructure(why)
     notice.warn_once(f"exchanging by collectives, not through the peers' memory: {why}")
+
+
+def _leave_results_in_place(graph: torch.fx.Graph) -> None:
+    """Results that only this graph reads need no private copy, if no exchange follows: the peers write after the next."""
+    nodes = list(graph.nodes)
+    exchanges = {*graphs.starts(graph), *graphs.puts(graph)}
+    for finish in graphs.finishes(graph):
+        if exchanges.isdisjoint(nodes[nodes.index(finish) :]) and all(map(_computes, graphs.readers(finish))):
+            finish.update_arg(5, False)
+
+
+def _computes(node: torch.fx.Node) -> bool:
+    """Whether a node reads its inputs once and for all: it returns none of them, whole or in part."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and all(result.alias_info is None for result in schema.returns)
 
 
 def _are_apart(graph: torch.fx.Graph, layers: list[Layer]) -> bool:
@@ -110,7 +127,7 @@ class _Lowering:
             raise UnknownStructure(f"{wholes}: put chunks together in another order than they were taken apart")
         stored = [self._second_exchange(chunk, first) for chunk, first in zip(self.layer.chunks, taken)]
         with self.graph.inserting_after(self.last):
-            arguments = (stored, self.batch, self.tokens, self.width, self.P, self.alias)
+            arguments = (stored, self.batch, self.tokens, self.width, self.P, True, self.alias)
             finish = self.graph.call_function(ops.peer_finish.default, arguments)
         finish.meta["val"] = stored[0].meta["val"].new_empty((self.batch, self.P, self.tokens, self.width))
         if self._read_packed():
@@ -155,9 +172,9 @@ class _Lowering:
         if source.numel() != B * P * L * D or not source.is_contiguous() or rest or not _same(packed, *expected):
             raise UnknownStructure(f"{start.name}: sends {_layout(packed)} of {_layout(source)}, not a slice of tokens")
         first_gemm = self._begun_in_parts(chunk) if index == 0 else None
-        readers = _readers(wait)
-        # The last GEMM tells the others that they may write again; and what is no GEMM has no place of its own.
-        keep = not readers <= {*chunk.gemms, *chunk.free} or any(self.place[each] > self.told for each in readers)
+        # The last GEMM tells the others that they may write again.
+        in_place = {*chunk.gemms, *chunk.free, *self._sums(wait)}
+        keep = any(each not in in_place or self.place[each] > self.told for each in graphs.readers(wait))
         which = (first, chunk.size, P)
         with self.graph.inserting_before(start):
             shaped = self.graph.call_function(aten.reshape.default, (base, [B, P, L, D]))
@@ -181,6 +198,12 @@ class _Lowering:
         rows.meta["val"] = wait.meta["val"]
         self._replace(wait, rows)
         return first
+
+    def _sums(self, wait: torch.fx.Node) -> set[torch.fx.Node]:
+        """Sums of received rows that are computed where they stand, and not, as a few terms are, by whatever reads them."""
+        unrolled = self.P * self.batch <= inductor_config.unroll_reductions_threshold
+        sums = {node for node in graphs.readers(wait) if node.target in graphs.SUMS}
+        return {node for node in sums if node.target is ops.row_sum.default or not unrolled}
 
     def _begun_in_parts(self, chunk: Chunk) -> torch.fx.Node | None:
         """The chunk's first GEMM, if the plan begins it before all rows are there and it multiplies what has arrived."""
@@ -340,11 +363,3 @@ def _same(value: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...])
 
 def _layout(value: torch.Tensor) -> str:
     return f"{list(value.shape)} (strides {list(value.stride())}, offset {value.storage_offset()})"
-
-
-def _readers(node: torch.fx.Node) -> set[torch.fx.Node]:
-    """What reads a tensor, directly or through views."""
-    found: set[torch.fx.Node] = set()
-    for user in node.users:
-        found |= _readers(user) if user.target in _VIEWS else {user}
-    return found

@@ -63,7 +63,7 @@ def _joined(graph: torch.fx.Graph, put: torch.fx.Node) -> bool:
     right, triton = gemm
     _, wout, bout, form, *_ = combine.args
     order = norm.args[8:] or _ATENS_ORDER
-    arguments = (source, right, *norm.args[1:8], wout, bout, form, P, stored, triton, *order, alias)
+    arguments = (source, right, *norm.args[1:8], wout, bout, form, P, stored, triton, *order, finish.args[5], alias)
     with graph.inserting_before(finish):
         joined = graph.call_function(ops.peer_layer.default, arguments)
         joined.meta["val"] = finish.meta["val"]

@@ -4,7 +4,8 @@ Contract
     in      a post-grad graph, forward or backward, whose layers `discover` can read
     out     the same nodes and edges in another order: each layer's starts, waits and GEMMs as its schedule says, each
             other node just before the first of these that needs it, and what none of them needs after the last one, in
-            the order it had (bias and norm gradients, the final copies)
+            the order it had (bias and norm gradients, the final copies); through the peers' memory sums of rows that a
+            first exchange brought stand before its chunk's last GEMM, behind which the peers may write over them
     raises  `UnknownStructure` when a schedule asks for something before what it depends on
 
 Operators that write to an argument or draw random numbers keep their order among themselves and to the readers of what
@@ -50,10 +51,13 @@ def schedule_of(layer: Layer) -> Schedule:
 
 
 def in_order(layer: Layer, schedule: Schedule) -> list[torch.fx.Node]:
-    """The layer's starts, waits and GEMMs in the order of the schedule."""
+    """The layer's starts, waits and GEMMs in the order of the schedule, and what has a place by these."""
     nodes = []
     for step in schedule.steps:
         chunk = layer.chunks[step.chunk]
+        if layer.plan.peers and step.kind == GEMM and step.index == len(chunk.gemms) - 1:
+            sums = (node for node in graphs.readers(chunk.waits[0]) if node.target in graphs.SUMS)
+            nodes += sorted(sums, key=lambda node: node.name)
         if step.kind in (GEMM, FREE):
             nodes.append((chunk.gemms if step.kind == GEMM else chunk.free)[step.index])
         else:

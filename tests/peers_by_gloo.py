@@ -72,7 +72,7 @@ def _gemm(left, right, bias, bias_form, first, tokens, P, alias):
 
 
 @torch.library.impl(_ON_CPU, "peer_finish", "CPU")
-def _finish(stored, batch, tokens, width, P, alias):
+def _finish(stored, batch, tokens, width, P, keep, alias):
     assert len(stored) == len(_stored)
     results = stored[0].new_empty((batch, P, tokens, width))
     for first, rows in _stored:

@@ -1,4 +1,4 @@
-"""A private copy of what all ranks have stored into a rank's results, made when they have.
+"""The wait for all ranks to have stored into a rank's results, alone or with a private copy of them.
 
 At most `_PROGRAMS` programs wait and copy: they keep half of an H200's multiprocessors free for whatever the other ranks may
 be waiting for, the kernels of a collective on another stream, say.
@@ -32,6 +32,16 @@ def collect(results: torch.Tensor, meeting: Meeting) -> torch.Tensor:
     return copy
 
 
+def wait_for_all(meeting: Meeting) -> None:
+    """What follows on this stream runs when all ranks of the meeting have come."""
+    _wait_launch(meeting.numbers, meeting.timed)(meeting.flags, meeting.counts)
+
+
+@functools.lru_cache(maxsize=1024)
+def _wait_launch(meeting, timed) -> Launch:
+    return Launch(_wait, (1,), meeting, TIMED=timed, num_warps=1)
+
+
 @functools.lru_cache(maxsize=1024)
 def _launch(count, meeting, timed, dtype, device) -> Launch:
     block = min(max(triton.next_power_of_2(triton.cdiv(count, _PROGRAMS)), _SMALLEST), _LARGEST)
@@ -42,6 +52,10 @@ def _launch(count, meeting, timed, dtype, device) -> Launch:
 
 
 if triton is not None:
+
+    @triton.jit
+    def _wait(flags, counts, place, ranks, timeout, TIMED: tl.constexpr):
+        wait(flags, counts, place, ranks, timeout, TIMED)
 
     @triton.jit
     def _collect(

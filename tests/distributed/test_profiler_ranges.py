@@ -37,7 +37,7 @@ def _calls(rank, folder):
             stored.append(
                 peers.peer_gemm(rows.transpose(0, 1), part, None, gemm_combine.NO_BIAS, first, tokens, RANKS, alias)
             )
-        return peers.peer_finish(stored, BATCH, tokens, WIDTH, RANKS, alias)
+        return peers.peer_finish(stored, BATCH, tokens, WIDTH, RANKS, True, alias)
 
     class Both(torch.autograd.Function):
         @staticmethod

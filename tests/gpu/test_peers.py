@@ -47,7 +47,7 @@ def _stress(rank, calls):
         choice = torch.Generator().manual_seed(call)  # the same on both ranks
         batch = int(torch.randint(1, 40, (), generator=choice))
         sizes = [(4,), (2, 2), (1, 3), (2, 1, 1)][int(torch.randint(4, (), generator=choice))]
-        tokens, keep = sum(sizes), bool(torch.randint(2, (), generator=choice))
+        tokens, (keep, copied) = sum(sizes), torch.randint(2, (2,), generator=choice).bool().tolist()
         # All of a first chunk are stored, none (its GEMM begins with a rank's own rows), or some.
         head = int(torch.randint(sizes[0] + 1, (), generator=choice))
         stored_of = [head, *[0] * (len(sizes) - 1)]
@@ -72,7 +72,7 @@ def _stress(rank, calls):
                 left = torch.bmm(arrived.transpose(0, 1), part)
             stored.append(peers.peer_gemm(left, part, part[:, 0], gemm_combine.ADD, first, tokens, P, alias))
             first += size
-        results = peers.peer_finish(stored, batch, tokens, WIDTH, P, alias)
+        results = peers.peer_finish(stored, batch, tokens, WIDTH, P, copied, alias)
         for owner in range(P):
             rows = inputs[rank][:, owner].transpose(0, 1)
             expected = torch.bmm(torch.bmm(rows, weights[owner]), weights[owner]) + weights[owner][:, :1]
@@ -100,7 +100,7 @@ def _opchecks(rank):
     torch.library.opcheck(peers.peer_rows, (arrived, source, 0, 4, P, True, alias))
     arguments = (arrived.transpose(0, 1), weights, weights[:, 0], gemm_combine.ADD, 0, 4, P, alias)
     torch.library.opcheck(peers.peer_gemm, arguments)
-    torch.library.opcheck(peers.peer_finish, ([stored], 3, 4, WIDTH, P, alias))
+    torch.library.opcheck(peers.peer_finish, ([stored], 3, 4, WIDTH, P, True, alias))
     return True
 
 

@@ -53,4 +53,4 @@ def test_opcheck(monkeypatch, form):
         torch.library.opcheck(peers.peer_take_gemm, (token, source, weights, 0, 0, TOKENS, P, 0, False, ALIAS))
         torch.library.opcheck(peers.peer_rows, (first, source, 0, TOKENS, P, True, ALIAS))
         torch.library.opcheck(peers.peer_gemm, product)
-        torch.library.opcheck(peers.peer_finish, ([stored], BATCH, TOKENS, WIDTH, P, ALIAS))
+        torch.library.opcheck(peers.peer_finish, ([stored], BATCH, TOKENS, WIDTH, P, True, ALIAS))

@@ -84,12 +84,14 @@ def arrived(machine, rank, call, chunk, stream):
     return [(stream, machine.wait(("sent", rank, call, chunk))), *flags]
 
 
-def call_of(machine, rank, call, chunks, stream, stored=ALL, captured=False):
+def call_of(machine, rank, call, before, chunks, stream, stored=ALL, captured=False):
     """What one call issues: (stream, operation), in the host's order. Of its first chunk a kernel has `stored` so much.
 
     The others of its tokens, where it stored some, are put when the first GEMM has been issued for these.
     """
-    issued = [] if captured or not call else [(stream, machine.wait(("free", rank, call - 1)))]
+    issued = []
+    if before not in (None, stream) and not captured:  # behind all that this one has been given
+        issued = [(before, machine.record(("given", rank, call))), (stream, machine.wait(("given", rank, call)))]
     schedule = build(FORWARD, Plan((4,) * chunks, ratio_16ths=1, peers=True), (Work(2),) * chunks)
     for step in schedule.steps:
         chunk = step.chunk
@@ -116,8 +118,8 @@ def call_of(machine, rank, call, chunks, stream, stored=ALL, captured=False):
     parts = [*range(chunks), *([HEAD] if stored == SOME else [])]
     issued += [(stream, machine.read("inbox", rank, part, call, last=True)) for part in parts]
     issued += [(stream, each) for each in machine.tell(rank, "results") + machine.told(rank, "results")]
-    issued += [(stream, machine.read("results", rank, chunk, call, last=True)) for chunk in range(chunks)]
-    return issued + [(stream, machine.record(("free", rank, call)))]
+    # By the copy, or by a graph that goes on reading them until it ends.
+    return issued + [(stream, machine.read("results", rank, chunk, call, last=True)) for chunk in range(chunks)]
 
 
 def run(machine, queues, choose):
@@ -137,7 +139,8 @@ def queues_of(machine, ranks, calls, connections):
     """One queue a stream and rank; with one connection all streams of a rank share one, in the host's order."""
     queues = []
     for rank in range(ranks):
-        issued = [each for call, kind in enumerate(calls) for each in call_of(machine, rank, call, *kind)]
+        befores = [None, *(kind[1] for kind in calls)]
+        issued = [each for call, kind in enumerate(calls) for each in call_of(machine, rank, call, befores[call], *kind)]
         streams = [(MAIN, OTHER, SENDING)] if connections == 1 else [(MAIN,), (OTHER,), (SENDING,)]
         queues += [[operation for stream, operation in issued if stream in names] for names in streams]
     return queues
@@ -181,8 +184,8 @@ def _breaks(change):
 
 def test_the_model_sees_what_the_rules_are_for(monkeypatch):
     assert not _breaks(lambda machine, queues: queues)
-    with monkeypatch.context() as patch:  # calls on two streams, without `Room.free`
-        patch.setattr(Machine, "wait", lambda self, event: lambda: event[0] == "free" or event in self.events)
+    with monkeypatch.context() as patch:  # calls on two streams, without `Room.follow`
+        patch.setattr(Machine, "wait", lambda self, event: lambda: event[0] == "given" or event in self.events)
         assert _breaks(lambda machine, queues: queues)
     with monkeypatch.context() as patch:  # nobody waits before the results are copied
         patch.setattr(Machine, "told", lambda self, rank, channel: [])
