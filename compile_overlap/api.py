@@ -238,6 +238,7 @@ def _static(
         "bias": candidate[1],
         "eps": eps_of(ffn),
         "triton": chosen.triton,
+        "rounds_as_eager": compat.rounds_as_eager(),
         "exact_gradients": plan.exact_gradients(ffn.w1.device.type, settings),
         "comm_scale": getattr(ffn, "comm_scale", 1),
     }
@@ -329,7 +330,7 @@ def _inlined(ffn: Any, inputs: torch.Tensor, layout: Layout, reason: str | None,
     if reason is None:
         comptime(_observe_reference)
     group = "" if ffn.ep_group is None else ffn.ep_group.group_name
-    delegated, sizes, triton, alias, bias = _at_trace_time(
+    delegated, sizes, triton, rounds_as_eager, alias, bias = _at_trace_time(
         type(ffn), P, B, T, D, H, ffn.w1.dtype, ffn.w1.device,
         group, P > 1 and not comp_only, torch.is_grad_enabled(), reason, rank, comm_scale,
     )  # fmt: skip
@@ -346,6 +347,7 @@ def _inlined(ffn: Any, inputs: torch.Tensor, layout: Layout, reason: str | None,
         eps=eps_of(ffn),
         exact_gradients=False,
         triton=triton,
+        rounds_as_eager=rounds_as_eager,
         comm_scale=comm_scale,
     )
 
@@ -372,13 +374,12 @@ def _at_trace_time(
     reason: str | None,
     rank: int,
     comm_scale: int,
-) -> tuple[bool, tuple[int, ...], tuple[str, ...], str | None, str]:
-    """(delegated, chunk sizes, what runs by our kernels, group alias, bias form); installs the passes and registers the alias.
+) -> tuple[bool, tuple[int, ...], tuple[str, ...], bool, str | None, str]:
+    """(delegated, sizes, triton, rounds_as_eager, group alias, bias form); installs the passes, registers the alias.
 
     `group` is a registered name, or empty for the default group.
     """
-    settings = Settings.from_environment()
-    form = ""
+    settings, form = Settings.from_environment(), ""
     if reason is None:
         form, reason = _OBSERVED[kind]
     bias = settings.bias or form
@@ -390,10 +391,10 @@ def _at_trace_time(
     agree_on_call(resolved, layout, dtype, reason, answer)
     if reason is not None:
         notice.delegate(reason, strict=settings.strict, rank=rank)
-        return True, (), (), None, ""
+        return True, (), (), False, None, ""
     passes.install()
     problem = known_plans.Problem(layout, dtype, training, INDUCTOR, bias, comm_scale, settings)
     chosen = transport.plan_for(resolved, rank, device, problem)
     alias = overlap_alias(resolved, chosen) if exchanged else None
     _remember(resolved, problem, alias)
-    return False, chosen.sizes, chosen.triton, alias, bias
+    return False, chosen.sizes, chosen.triton, compat.rounds_as_eager(), alias, bias

@@ -39,13 +39,14 @@ def overlapped_ffn(
     eps: tuple[float, float],
     exact_gradients: bool,
     triton: tuple[str, ...] = (),
+    rounds_as_eager: bool = False,
     comm_scale: int = 1,
 ) -> torch.Tensor:
     """The expert-parallel FFN of this rank's batch: [B,T,D] -> [B,T,D].
 
     `sizes` are the chunks' token counts (their sum is L). `group` is the name the functional collectives resolve; None
     replaces each exchange by the local layout change (comp-only, and P = 1). `recipe`, `bias`,
-    `exact_gradients` and `triton`: see `recipes`.
+    `exact_gradients`, `triton` and `rounds_as_eager`: see `recipes`.
     `comm_scale` pads the payload of each exchange to that many times its size.
     """
     B, T, D = x_btd.shape
@@ -67,6 +68,7 @@ def overlapped_ffn(
         eps=eps,
         exact_gradients=exact_gradients,
         triton=triton,
+        rounds_as_eager=rounds_as_eager,
     )
     combining = []
     for in_flight, local_ffn in zip(dispatched, chunks):

@@ -40,12 +40,14 @@ def local_ffns(
     eps: tuple[float, float],
     exact_gradients: bool,
     triton: tuple[str, ...] = (),
+    rounds_as_eager: bool = False,
 ):
     """One function [l,n,D] -> [l,n,D] for each chunk of l = `sizes[c]` tokens; n = `rows` is P*B.
 
     `norms` are gamma_x, beta_x, gamma_gate, beta_gate [H] in the weights' dtype. `exact_gradients` makes every gradient
     of `eager_exact` eager's (see `exact`); the `inductor` recipe, whose sums are in fp32, has no use for it.
     `triton`: what runs by our kernels (see `schedule.Plan`): first GEMMs that are a `bmm`, the `inductor` recipe's norm.
+    `rounds_as_eager`: so does Inductor (`compat.rounds_as_eager`); then the `inductor` recipe's backward is plain too.
     """
     weights = zip(w1.split(sizes), wout.split(sizes))
     own = tuple(direction in triton for direction in (FORWARD, BACKWARD))
@@ -53,7 +55,8 @@ def local_ffns(
         biases = zip((b.unsqueeze(1) for b in b1.split(sizes)), (b.unsqueeze(1) for b in bout.split(sizes)))
         shared = zip(*(_Share.apply(norm, len(sizes)) for norm in norms))
         orders = [tuple(map(int, name[len(NORM) :].split("x"))) for name in triton if name.startswith(NORM)]
-        return [_fused(*w, *b, n, bias, eps, own, orders[0] if orders else None) for w, b, n in zip(weights, biases, shared)]
+        order, plain = orders[0] if orders else None, rounds_as_eager
+        return [_fused(*w, *b, n, bias, eps, own, order, plain) for w, b, n in zip(weights, biases, shared)]
     norms = exact.Norms.of(norms)
     expanded_bout = [t.transpose(0, 1) for t in exact.expand_rows(bout, rows).split(sizes, dim=1)]
     added = bias == ADD
@@ -99,14 +102,15 @@ def _exact(w1, wout, b1, bout, norms, bias, eps, own, carriers):
     return run
 
 
-def _fused(w1, wout, b1, bout, norms, bias, eps, own, order):
+def _fused(w1, wout, b1, bout, norms, bias, eps, own, order, plain):
     def run(x_lnd):
         if bias == ADD:
             z_lnf, shift = chunk_gemm_triton.bmm(x_lnd, w1, own[0]), b1
         else:
             z_lnf, shift = torch.baddbmm(b1, x_lnd, w1), None
         added = None if bias == ADD else bout
-        if gated_norm_grad.takes(z_lnf) and torch.is_grad_enabled():
+        # Before a backward that is not plain, torch 2.11 drops a rounding of the gate, which then nothing else reads.
+        if gated_norm_grad.takes(z_lnf) and torch.is_grad_enabled() and not plain:
             saved = any(tensor.requires_grad for tensor in (z_lnf, b1, *norms))
             rounded = compat.ROUNDS_SAVED_SUMS_ONLY and shift is not None and saved
             probed = saved or not compat.ROUNDS_SAVED_SUMS_ONLY  # with gradients enabled, the order of saved sums is known

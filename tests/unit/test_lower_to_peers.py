@@ -81,6 +81,54 @@ def test_the_first_gemm_begins_with_what_is_there_first(monkeypatch, chunks, rec
     assert all("peer_take_gemm" not in order for order in called[2:])
 
 
+def _kept(monkeypatch, program, chunks, **settings):
+    """For each graph, whether its rows and its results are copied: (exchange, keep) in the order of the code."""
+    codes, real = [], verify.compare
+    monkeypatch.setattr(verify, "compare", lambda expected, code: (codes.append(code), real(expected, code)))
+    _run(monkeypatch, program, "0", chunks, **{**PEERS, "A2A_FFN_DISABLE_PASSES": "one-call", **settings})
+    kept = r"compile_overlap\.peer_(take|rows|finish)\.default\(.*(True|False), '"
+    return [re.findall(kept, code) for code in codes], codes
+
+
+ROWS_STAY, ROWS_ARE_KEPT = ("take", "False"), ("take", "True")
+RESULTS_STAY, RESULTS_ARE_KEPT = ("finish", "False"), ("finish", "True")
+
+
+@pytest.mark.parametrize("recipe", ["inductor", "eager_exact"])
+def test_backward_reads_rows_where_they_arrive(monkeypatch, recipe):
+    """dWout and the bias's gradient come before the last GEMM; forward keeps its rows for backward."""
+    program = lambda layer: _call(layer(), _input(batch=8)).sum().backward()  # noqa: E731
+    kept, codes = _kept(monkeypatch, program, "1", A2A_FFN_RECIPE=recipe)
+    assert kept == [[ROWS_ARE_KEPT, RESULTS_ARE_KEPT], [ROWS_STAY, RESULTS_ARE_KEPT]]
+    called = r"(?:extern_kernels|compile_overlap)\.(bmm|peer_\w+|row_sum)(?:\.default)?\(|(cpp_fused\w*sum\w*)\("
+    order = [op or "sum" for op, _ in re.findall(called, codes[1].split("def call(")[1])]
+    last = order.index("peer_gemm")
+    assert order[:2] == ["peer_put", "peer_take"] and order[:last].count("bmm") == 2 and order[last:].count("bmm") == 1
+    assert "row_sum" in order[:last] if recipe == "eager_exact" else "sum" in order[:last]
+
+
+def test_a_few_rows_are_summed_by_whatever_reads_the_sum(monkeypatch):
+    """Inductor writes so few terms out where they are read, later: then the rows are kept."""
+    kept, _ = _kept(monkeypatch, lambda layer: _call(layer(), _input(batch=2)).sum().backward(), "1")
+    assert kept[1] == [ROWS_ARE_KEPT, RESULTS_ARE_KEPT]
+
+
+@pytest.mark.parametrize("program, results", [
+    (lambda ffn, x: torch.relu(x + _call(ffn, x)), [RESULTS_STAY]),
+    (lambda ffn, x: _call(ffn, x).transpose(0, 1)[1:], [RESULTS_ARE_KEPT]),
+    (lambda ffn, x: (lambda y: (y, y + x))(_call(ffn, x)), [RESULTS_ARE_KEPT]),
+    (lambda ffn, x: torch.relu(_call(ffn, torch.relu(_call(ffn, x)))), [RESULTS_ARE_KEPT, RESULTS_STAY]),
+], ids=["read", "returned in part", "read and returned", "two layers"])  # fmt: skip
+def test_results_that_only_the_graph_reads_stay_where_they_are_stored(monkeypatch, program, results):
+    def run(layer):
+        ffn = layer()
+        with torch.no_grad():
+            torch.compile(lambda x: program(ffn, x), dynamic=False)(_input(batch=8))
+
+    kept, _ = _kept(monkeypatch, run, "1")
+    assert [each for each in kept[-1] if each[0] == "finish"] == results
+
+
 def test_a_gemm_that_adds_its_bias_takes_all_rows_at_once(monkeypatch):
     codes, real = [], verify.compare
     monkeypatch.setattr(verify, "compare", lambda expected, code: (codes.append(code), real(expected, code)))

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 
-from compile_overlap import norms
-from compile_overlap.kernels import exact_gated_norm, inductor_gated_norm
+from compile_overlap import norms, recipes
+from compile_overlap.kernels import exact_gated_norm, gated_norm_grad, inductor_gated_norm
 from compile_overlap.kernels.inductor_gated_norm import Order
 from compile_overlap.layout import Layout
 from compile_overlap.recipes import ADD, BADDBMM, INDUCTOR, local_ffns
@@ -41,6 +41,28 @@ def test_it_is_probed_anew_where_inductor_rounds_otherwise(agreed, monkeypatch):
         with inductor_config.patch(emulate_precision_casts=rounds):
             found = norms.agreed(layer, LAYOUT, torch.bfloat16, DEVICE, False, ADD)
         assert found == (("norm512x8",) if order else ())
+
+
+def test_nothing_is_probed_for_training_where_inductor_rounds_as_eager(agreed):
+    """It would round what backward reads, and the probe has no backward."""
+    layer = torch.nn.Identity()
+    agreed(Order(512, 8))
+    with inductor_config.patch(emulate_precision_casts=True):
+        assert norms.agreed(layer, LAYOUT, torch.bfloat16, DEVICE, True, ADD) == ()
+
+
+@pytest.mark.parametrize("rounds_as_eager", [False, True])
+def test_backward_is_plain_where_inductor_rounds_as_eager(monkeypatch, rounds_as_eager):
+    """Or nothing else would read the gate, and torch 2.11 would not round it."""
+    taken = []
+    monkeypatch.setattr(recipes._GatedProjection, "apply", lambda z, *_: taken.append(1) or z[..., :16])
+    monkeypatch.setattr(gated_norm_grad, "takes", lambda z: True)
+    l, n, D, H = 2, 6, 16, 32
+    weights = [torch.randn(shape, requires_grad=True) for shape in ((l, D, 2 * H), (l, 2 * H), (l, H, D), (l, D))]
+    gammas = tuple(torch.randn(H, requires_grad=True) for _ in range(4))
+    static = {"sizes": (l,), "rows": n, "recipe": INDUCTOR, "bias": ADD, "eps": (1e-5, 1e-5), "exact_gradients": False}
+    local_ffns(*weights, gammas, **static, rounds_as_eager=rounds_as_eager)[0](torch.randn(l, n, D))
+    assert bool(taken) != rounds_as_eager
 
 
 def test_nothing_is_probed_without_a_gpu_or_a_peer(agreed):
