@@ -52,13 +52,11 @@ def _results(rank, ranks, cases, block):
         if block and ranks > GPUS:  # over gloo with CUDA tensors the compiled reference's gradients are wrong
             _, wanted = outputs_and_gradients(call("none", compiled=False), model, x, upstream)
         got, grads = outputs_and_gradients(call("kernel"), model, x, upstream)
-        with torch.no_grad():
-            inferred = call("kernel")(x)
+        with torch.no_grad():  # the reference may round otherwise than in training
+            inferred = torch.equal(call("kernel")(x), call("none")(x))
         names = [report.name for report in passes.pass_log()[before:]]
         counts = names.count("lower-to-peers"), names.count("call-directly")
-        results.append(
-            (torch.equal(got, expected), torch.equal(inferred, expected), counts, worst_relative(wanted, grads))
-        )
+        results.append((torch.equal(got, expected), inferred, counts, worst_relative(wanted, grads)))
     return results
 
 
