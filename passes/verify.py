@@ -34,7 +34,7 @@ _WAIT = re.compile(r"torch\.ops\._c10d_functional\.wait_tensor\.default\((\w+)\)
 _PEER_NODE = re.compile(r"compile_overlap\.(peer_\w+)\.default")
 _OURS = r"(?:torch\.ops\.compile_overlap|compile_overlap_direct)\."
 _PEER = re.compile(_OURS + r"(peer_\w+)(?:\.default)?\(")
-_GEMM = re.compile(r"extern_kernels\.(?:bmm|baddbmm|mm|addmm|compile_overlap_chunk_bmm)\(|" + _OURS + "chunk_b")
+_GEMM = re.compile(r"extern_kernels\.(?:bmm|baddbmm|mm|addmm|compile_overlap_chunk_bmm)\(|" + _OURS + r"chunk_b\w+(?:\.default)?\(")
 
 
 def expect(graph: torch.fx.Graph) -> None:

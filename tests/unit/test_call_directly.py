@@ -45,6 +45,13 @@ def test_the_order_is_read_from_either_form(name):
     assert verify.order_in_wrapper(code) == ["peer_put", "peer_take", "gemm", "peer_finish"]
 
 
+def test_what_checks_and_remarks_name_is_not_a_call():
+    """As torch 2.13 writes behind each call."""
+    op = "torch.ops.compile_overlap.chunk_bmm_triton.default"
+    code = f"buf = {op}(x)\nassert_size_stride(buf, (4,), (1,), '{op}')\n# buffer buf (op: {op}) is assumed to be not aligned"
+    assert verify.order_in_wrapper(code) == ["gemm"]
+
+
 def test_only_our_operators_have_a_name():
     assert operators.name_of(exact.row_sum) == "row_sum"
     assert operators.name_of(torch.ops.aten.bmm.default) is None and operators.name_of(None) is None
