@@ -5,7 +5,7 @@ import pytest
 import torch
 from test_overlap_order import fake_ranks
 
-from compile_overlap import peers
+from compile_overlap import peers, rooms
 from compile_overlap.kernels import gemm_combine
 
 P, WIDTH, TOKENS, BATCH = 2, 16, 4, 3
@@ -54,3 +54,18 @@ def test_opcheck(monkeypatch, form):
         torch.library.opcheck(peers.peer_rows, (first, source, 0, TOKENS, P, True, ALIAS))
         torch.library.opcheck(peers.peer_gemm, product)
         torch.library.opcheck(peers.peer_finish, ([stored], BATCH, TOKENS, WIDTH, P, True, ALIAS))
+
+
+def test_a_call_on_another_stream_follows_what_the_last_one_was_given():
+    class Stream:
+        def __init__(self):
+            self.waited_for = []
+
+        def wait_stream(self, other):
+            self.waited_for.append(other)
+
+    room, first, second = rooms.Room.__new__(rooms.Room), Stream(), Stream()
+    room.stream = None
+    for stream in (first, first, second, second, first):
+        room.follow(stream)
+    assert (first.waited_for, second.waited_for) == ([second], [first])
