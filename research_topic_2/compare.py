@@ -11,7 +11,6 @@ compiled apart. A variant that does not compile or run is reported as failed and
 measured and reported; the run ends with status 1 then.
 """
 
-import argparse
 import contextlib
 
 import torch
@@ -21,7 +20,7 @@ from rankmixer import plans, plugins, record, variants
 from rankmixer.checks import CHECK_ROWS, check_shape, compare_full_batch, reason_to_skip, run_checks
 from rankmixer.cli import guarded, make_timer, pass_name, prepare, print_setup
 from rankmixer.ffn import OVERLAP_MODES
-from rankmixer.options import add_common_options, configuration
+from rankmixer.options import RanksParser, add_common_options, configuration
 from rankmixer.pipelines import transport_in_use
 from rankmixer.runtime import environment_rank, leave
 from rankmixer.tuning import add_tune_option, require_tunable, tune
@@ -32,7 +31,7 @@ COMP_ONLY = "comp-only:"
 
 def build_parser():
     """The comparison's command line: the benchmark's flags, with a list of modes instead of one."""
-    parser = argparse.ArgumentParser(prog="compare.py", description=__doc__)
+    parser = RanksParser(prog="compare.py", description=__doc__)
     parser.add_argument("--modes", default="none,with-sm,sm-free,kernel",
                         help="comma-separated modes, none among them, and variants of them as mode:variant. Of none "
                              "and kernel: inductor-reorder, inductor-overlap, inductor-overlap-nodeps (Inductor's own "

@@ -1,6 +1,5 @@
 """benchmark.py: one RankMixer block in one mode, timed and checked."""
 
-import argparse
 import sys
 
 from torch.distributed.elastic.multiprocessing import errors
@@ -8,7 +7,7 @@ from torch.distributed.elastic.multiprocessing import errors
 from rankmixer import backends, plans, plugins, record
 from rankmixer.checks import check_shape, compare_full_batch, run_checks
 from rankmixer.ffn import OVERLAP_MODES
-from rankmixer.options import add_common_options, configuration, overridden_defaults, validate
+from rankmixer.options import RanksParser, add_common_options, configuration, overridden_defaults, validate
 from rankmixer.pipelines import transport_in_use
 from rankmixer.runtime import choose_device, environment_rank, start_runtime, stop_runtime
 from rankmixer.timing import Timer, describe
@@ -20,7 +19,7 @@ _NOT_A_SETTING = ("json", "list_backends", "help")
 
 def build_parser():
     """The benchmark's command line."""
-    parser = argparse.ArgumentParser(prog="benchmark.py", description=__doc__)
+    parser = RanksParser(prog="benchmark.py", description=__doc__)
     parser.add_argument("--overlap", choices=OVERLAP_MODES, default="none",
                         help="none: sequential; with-sm: chunked, NCCL beside the GEMMs; sm-free: chunked, copy "
                              f"engines; kernel: the plugin named by {plugins.PLUGIN_VARIABLE} (default: %(default)s)")

@@ -8,8 +8,17 @@ import torch
 from rankmixer import backends
 from rankmixer.checks import CHECK_MODES
 from rankmixer.ffn import require_positive
+from rankmixer.runtime import environment_rank
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class RanksParser(argparse.ArgumentParser):
+    """Of a command that every rank runs: only the first one prints what all would print alike, help and mistakes."""
+
+    def _print_message(self, message, file=None):
+        if environment_rank()[0] == 0:
+            super()._print_message(message, file)
 
 
 def add_common_options(parser):

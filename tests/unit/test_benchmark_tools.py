@@ -285,3 +285,13 @@ def test_cpu_preflight_passes_and_notices_a_wrong_block(monkeypatch, capsys):
     monkeypatch.setattr(preflight.RankMixerBlock, "forward", lambda self, x: self.norm2(x + self.ffn(x)) + self.norm1(x))
     assert preflight.main(["--target", "cpu"]) == 1
     assert "FAIL float32 output" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("rank, said", [("0", True), ("1", False)])
+def test_help_and_mistakes_are_said_once(monkeypatch, capsys, rank, said):
+    monkeypatch.setenv("RANK", rank)
+    for arguments, status in ((["--help"], 0), (["--overlap", "nothing"], 2)):
+        with pytest.raises(SystemExit) as ended:
+            cli.build_parser().parse_args(arguments)
+        printed = capsys.readouterr()
+        assert ended.value.code == status and bool(printed.out + printed.err) == said
