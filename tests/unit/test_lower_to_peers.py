@@ -10,9 +10,10 @@ from archive_double import ArchiveFFN
 from test_user_graphs import P, TOKENS, WIDTH, _call, _input, _run
 from torch.utils.checkpoint import checkpoint
 
-from compile_overlap import notice, transport
+from compile_overlap import norms, notice, operators, transport
 from compile_overlap.config import Settings
 from compile_overlap.costs import Costs
+from compile_overlap.kernels import exact_gated_norm
 from compile_overlap.known_plans import Problem
 from compile_overlap.layout import Layout
 from passes import verify
@@ -127,6 +128,24 @@ def test_results_that_only_the_graph_reads_stay_where_they_are_stored(monkeypatc
 
     kept, _ = _kept(monkeypatch, run, "1")
     assert [each for each in kept[-1] if each[0] == "finish"] == results
+
+
+@pytest.mark.parametrize("program, keep", [
+    (lambda ffn, x: torch.relu(x + _call(ffn, x)), "False"), (lambda ffn, x: _call(ffn, x), "True"),
+], ids=["read", "returned"])  # fmt: skip
+def test_a_layer_in_one_call_leaves_its_results_too(monkeypatch, program, keep):
+    def by_aten(z, bias, *rest):
+        return exact_gated_norm.by_aten(z, bias, *rest[:6])
+
+    def run(layer):
+        ffn = layer()
+        with torch.no_grad():
+            torch.compile(lambda x: program(ffn, x), dynamic=False)(_input(batch=8))
+
+    monkeypatch.setattr(norms, "agreed", lambda *_: ("norm512x8",))
+    monkeypatch.setattr(operators.direct, "inductor_gated_norm", by_aten)
+    _, codes = _kept(monkeypatch, run, "1", A2A_FFN_DISABLE_PASSES="")
+    assert re.findall(r"compile_overlap\.peer_layer\.default\(.*512, 8, (True|False), '", codes[-1]) == [keep]
 
 
 def test_a_gemm_that_adds_its_bias_takes_all_rows_at_once(monkeypatch):
