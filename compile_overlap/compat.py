@@ -128,9 +128,13 @@ def launcher_of(compiled: Any, grid: tuple[int, int, int]) -> Callable[..., None
     if TRITON_VERSION is None or TRITON_VERSION.rpartition(".")[0] not in ("3.2", "3.3", "3.4", "3.5", "3.6"):
         return launch
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    between: tuple[Any, ...] = ()
+    if TRITON_VERSION.startswith("3.6.") and not (run.global_scratch_size or run.profile_scratch_size):
+        between = run.launch_cooperative_grid, run.launch_pdl, None, None  # no memory is to be made for the kernel
+        run = run.launch
 
     def without_hooks(*args: Any, stream: int) -> None:
-        run(*grid, stream, function, metadata, None, None, None, *args)
+        run(*grid, stream, function, *between, metadata, None, None, None, *args)
 
     return without_hooks
 

@@ -25,7 +25,7 @@ from torch._inductor.compile_fx import compile_fx
 
 import passes
 
-from . import compat, notice
+from . import compat, notice, peer_layer
 from .layer import overlapped_ffn
 from .recipes import EAGER_EXACT
 
@@ -80,7 +80,7 @@ class CompiledLayer:
     def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
         direct = self.direct
         if direct is not None and direct.state.check() and not compat.is_intercepted():
-            return direct.compiled(*(tensors[index] for index in direct.order))[0]
+            return direct.run(*tensors)
         return self._call(tensors)
 
     def _call(self, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -104,28 +104,34 @@ def _compile(graph: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) ->
         layer = of_layer()
         if layer.preparing:
             raise _Prepared
-        results = compiled(*args)
-        layer.direct = layer.direct or _Direct.of(compiled, args, results, _RUNNING.tensors)
+        if layer.direct is not None:
+            return compiled(*args)
+        with peer_layer.heard() as calls:
+            results = compiled(*args)
+        layer.direct = _Direct.of(compiled, args, results, _RUNNING.tensors, calls)
         return results
 
     return run
 
 
 class _Direct(NamedTuple):
-    """Compiled code, which of the layer's tensors it takes, in its order, and the global state it was compiled under."""
+    """The layer without Dynamo, and the global state it was compiled under."""
 
-    compiled: Callable[..., Any]
-    order: tuple[int, ...]
+    run: Callable[..., torch.Tensor]
     state: Any
 
     @classmethod
-    def of(cls, compiled: Callable[..., Any], args: tuple, results: Any, tensors: tuple) -> _Direct | None:
-        """For code that took `args` and gave `results` in a call of the layer; None if it takes anything else."""
+    def of(cls, compiled: Callable[..., Any], args: tuple, results: Any, tensors: tuple, calls: list) -> _Direct | None:
+        """For code that took `args` and gave `results` in a call of the layer; None if it takes anything else.
+
+        `calls`: those of the operator that is a whole layer. Code that is nothing else is left out.
+        """
         places = {id(tensor): index for index, tensor in enumerate(tensors)}
         order = tuple(places.get(id(arg), -1) for arg in args)
         if len(results) != 1 or sorted(order) != list(range(len(tensors))) or compat.is_intercepted():
             return None
-        return cls(compiled, order, compat.global_state())
+        alone = peer_layer.alone(calls, tensors, results)
+        return cls(alone or (lambda *given: compiled(*[given[index] for index in order])[0]), compat.global_state())
 
 
 def _fresh(function: Callable[..., Any], name: str) -> Callable[..., Any]:

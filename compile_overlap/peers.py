@@ -82,7 +82,7 @@ def peer_put(
     """
     here = room(alias)
     if chunk == 0 and not torch.cuda.is_current_stream_capturing():  # while capturing nothing is sent
-        here.follow(torch.cuda.current_stream(source.device))
+        here.follow()
         _finish_given_up(here, source)
     if here.away is not None:
         here.away.start(("in", chunk), source[:, here.away.index, first : first + length])

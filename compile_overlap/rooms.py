@@ -86,13 +86,15 @@ class Room:
         self.sending = torch.cuda.Stream(device)
         self.sent: dict[int, torch.cuda.Event] = {}
         self.under_way: set[int] = set()  # chunks put with a signal, which nothing has waited for
-        self.stream: torch.cuda.Stream | None = None  # of the last call
+        self.stream: int | None = None  # of the last call, its handle
 
-    def follow(self, stream: torch.cuda.Stream) -> None:
-        """A call begins on this stream: behind all that the stream of the call before has been given."""
-        if self.stream is not None and self.stream != stream:
-            stream.wait_stream(self.stream)
-        self.stream = stream
+    def follow(self) -> None:
+        """A call begins on the current stream: behind all that the stream of the call before has been given."""
+        stream = compat.current_raw_stream()
+        if stream != self.stream:
+            if self.stream is not None:
+                torch.cuda.ExternalStream(stream).wait_stream(torch.cuda.ExternalStream(self.stream))
+            self.stream = stream
 
     def _addresses(self, by_rank: dict[int, int]) -> torch.Tensor:
         """An address for each rank of the group, on the device; 0 where there is none."""

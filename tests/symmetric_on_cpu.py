@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from compile_overlap import peers, rooms
+from compile_overlap import compat, peers, rooms
 from compile_overlap.kernels import chunk_gemm_triton, gemm_combine, store_rows
 
 CHANNELS, MOST_RANKS = 16, 16
@@ -106,6 +106,7 @@ def install(folder) -> None:
     gemm_combine.agrees_with_cublas = lambda *_: True
     torch.cuda.Stream = torch.cuda.Event = _Now
     torch.cuda.current_stream = _Now
+    compat.current_raw_stream = lambda: 0
     torch.cuda.stream = contextlib.nullcontext
     torch.cuda.is_current_stream_capturing = lambda: False
 

@@ -12,6 +12,7 @@ one raises flags behind all counts (release and acquire, for the whole system, w
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,12 +39,12 @@ class Meeting:
     place: int
     timeout_ms: int
 
-    @property
+    @functools.cached_property
     def numbers(self) -> tuple[Any, ...]:
         """What the kernels are given beside `flags` and `counts`."""
         return self.place, self.flags.numel(), 1_000_000 * self.timeout_ms
 
-    @property
+    @functools.cached_property
     def timed(self) -> bool:
         """Whether a wait can end by itself: Triton's interpreter has no clock."""
         return self.flags.is_cuda

@@ -58,6 +58,29 @@ def test_another_version_launches_as_triton_does(monkeypatch):
     assert kernel.compiled[1:] == [((7, 1, 1), (x.data_ptr(),), {"stream": STREAM})]
 
 
+@pytest.mark.parametrize("scratch", [0, 128])
+def test_a_kernel_that_needs_no_scratch_memory_is_launched_without_asking_for_it(monkeypatch, scratch):
+    class Launcher:
+        launch_cooperative_grid, launch_pdl, global_scratch_size, profile_scratch_size = False, True, 0, scratch
+        called = []
+
+        def __call__(self, *args):
+            self.called.append(("asking", args))
+
+        def launch(self, *args):
+            self.called.append(("at once", args))
+
+    monkeypatch.setattr(compat, "TRITON_VERSION", "3.6.0")
+    kernel, x = Kernel(), torch.zeros(32)
+    kernel.run = Launcher()
+    launch = Launch(kernel, (7,), (), num_warps=4)
+    for _ in range(2):
+        launch(x)
+    rest = "metadata", None, None, None, x.data_ptr()
+    at_once = "at once", (7, 1, 1, STREAM, "function", False, True, None, None, *rest)
+    assert Launcher.called == [("asking", (7, 1, 1, STREAM, "function", *rest)) if scratch else at_once]
+
+
 def test_another_alignment_is_compiled_for():
     kernel, aligned, shifted = Kernel(), torch.zeros(32), torch.zeros(33)[1:]
     launch = Launch(kernel, (1, 2), (), num_warps=4)

@@ -10,7 +10,7 @@ from archive_double import ArchiveFFN
 from test_user_graphs import P, TOKENS, WIDTH, _call, _input, _run
 from torch.utils.checkpoint import checkpoint
 
-from compile_overlap import norms, notice, operators, transport
+from compile_overlap import norms, notice, operators, peer_layer, transport
 from compile_overlap.config import Settings
 from compile_overlap.costs import Costs
 from compile_overlap.kernels import exact_gated_norm
@@ -62,6 +62,66 @@ def test_a_layer_of_one_chunk_is_one_call(monkeypatch, off, calls):
     called = r"(?:extern_kernels|torch\.ops\.compile_overlap)\.(\w+?)(?:\.default)?\(|(?:cpp|triton)_\w+\("
     lines = (line for line in codes[-1].split("def call(")[1].splitlines() if not line.strip().startswith("#"))
     assert re.findall(called, "\n".join(lines)) == calls
+
+
+@pytest.mark.parametrize("settings, by_itself", [
+    ({}, True), ({"A2A_FFN_HEAD": "2"}, True), ({"A2A_FFN_DISABLE_PASSES": "one-call"}, False), ({"A2A_FFN_CHUNKS": "2"}, False),
+], ids=str)  # fmt: skip
+def test_a_layer_that_is_one_call_is_called_without_the_code_around_it(monkeypatch, settings, by_itself):
+    found, real = [], peer_layer.alone
+    monkeypatch.setattr(peer_layer, "alone", lambda *given: found.append(real(*given)) or found[-1])
+
+    def program(layer):
+        ffn = layer()
+        with torch.no_grad():
+            assert _call(ffn, _input()).shape == _call(ffn, _input()).shape == (2, TOKENS, WIDTH)
+
+    _run(monkeypatch, program, **{**PEERS, "A2A_FFN_RECIPE": "eager_exact", "A2A_FFN_CHUNKS": "1", **settings})
+    assert [each is not None for each in found] == [by_itself]
+
+
+def _one_call():
+    """(arguments, results) of a call of the operator, the layer's tensors, its outputs."""
+    inputs, w1, wout, results = torch.ones(2, 4, 3), torch.ones(2, 3, 8), torch.ones(2, 4, 3), torch.ones(2, 2, 2, 3)
+    b1, bout, norms = torch.ones(2, 8), torch.ones(2, 3), [torch.ones(4) for _ in range(4)]
+    read = [inputs.view(2, 2, 2, 3), w1, b1, *norms, 1e-5, 1e-6, wout, bout, *range(9)]
+    return (read, results), (inputs, w1, b1, wout, bout, *norms), (results.view(2, 4, 3),)
+
+
+def test_a_layer_is_one_call_where_that_reads_its_tensors_and_makes_its_output(monkeypatch):
+    call, tensors, outputs = _one_call()
+    called = []
+    monkeypatch.setattr(operators.direct, "peer_layer", lambda *given: called.append(given) or torch.zeros(2, 2, 2, 3))
+    layer = peer_layer.alone([call], tensors, outputs)
+    others = [torch.full_like(each, index) for index, each in enumerate(tensors)]
+    assert layer(*others).shape == (2, 4, 3)
+    (given,) = called
+    places = [0, 1, 2, 5, 6, 7, 8, None, None, 3, 4]
+    for place, argument in zip(places, given):
+        assert place is None or argument.unique().item() == place
+    assert given[7:9] == (1e-5, 1e-6) and given[11:] == tuple(range(9))
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 3, 4, 5, 6, 9, 10])
+def test_it_is_not_where_it_reads_something_else(place):
+    call, tensors, outputs = _one_call()
+    call[0][place] = call[0][place].clone()
+    assert peer_layer.alone([call], tensors, outputs) is None
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_it_is_not_where_it_is_called_otherwise_than_once(count):
+    call, tensors, outputs = _one_call()
+    assert peer_layer.alone(count * [call], tensors, outputs) is None
+
+
+@pytest.mark.parametrize("outputs", [lambda one: (one.clone(),), lambda one: (one, one), lambda one: (one.transpose(0, 1),)])
+def test_it_is_not_where_it_returns_something_else(outputs):
+    call, tensors, (output,) = _one_call()
+    assert peer_layer.alone([call], tensors, (output,)) is not None
+    assert peer_layer.alone([call], tensors, outputs(output)) is None
+    with torch.autocast("cpu"):
+        assert peer_layer.alone([call], tensors, (output,)) is None
 
 
 @pytest.mark.parametrize("chunks", ["1", "2"])

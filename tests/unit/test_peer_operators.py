@@ -5,7 +5,7 @@ import pytest
 import torch
 from test_overlap_order import fake_ranks
 
-from compile_overlap import peers, rooms
+from compile_overlap import compat, peers, rooms
 from compile_overlap.kernels import gemm_combine
 
 P, WIDTH, TOKENS, BATCH = 2, 16, 4, 3
@@ -56,16 +56,20 @@ def test_opcheck(monkeypatch, form):
         torch.library.opcheck(peers.peer_finish, ([stored], BATCH, TOKENS, WIDTH, P, True, ALIAS))
 
 
-def test_a_call_on_another_stream_follows_what_the_last_one_was_given():
+def test_a_call_on_another_stream_follows_what_the_last_one_was_given(monkeypatch):
+    waits = []
+
     class Stream:
-        def __init__(self):
-            self.waited_for = []
+        def __init__(self, handle):
+            self.handle = handle
 
         def wait_stream(self, other):
-            self.waited_for.append(other)
+            waits.append((self.handle, other.handle))
 
-    room, first, second = rooms.Room.__new__(rooms.Room), Stream(), Stream()
+    monkeypatch.setattr(torch.cuda, "ExternalStream", Stream)
+    room = rooms.Room.__new__(rooms.Room)
     room.stream = None
-    for stream in (first, first, second, second, first):
-        room.follow(stream)
-    assert (first.waited_for, second.waited_for) == ([second], [first])
+    for stream in (0, 0, 7, 7, 0):  # 0: the default stream
+        monkeypatch.setattr(compat, "current_raw_stream", lambda stream=stream: stream)
+        room.follow()
+    assert waits == [(7, 0), (0, 7)]
