@@ -225,17 +225,18 @@ def summarize(measurements, modes):
 def table(result):
     """The comparison as text; times are slowest-rank medians in microseconds.
 
-    On CPU the exchanges and the GEMMs share the cores, so that what is hidden and what is exposed is not shown.
+    Where exchanges and GEMMs share cores (on CPU) or ranks a GPU, what is hidden and what is exposed is not shown.
     """
     measurements, on_gpus = result["measurements"], result["environment"]["nccl"] is not None
+    alone = on_gpus and not result["environment"]["device"].startswith("shared")
     width = max(18, *(len(name) + 2 for name in (*measurements, *result["failed"])))
     lines = [f"\n{result['pass']}, P={result['world_size']}, slowest-rank medians over {result['rounds']} rounds",
              f"{'mode':<{width}}{'median us':>12}{'speed-up':>10}{'hidden':>9}{'exposed us':>12}"
              f"{'tokens/s':>12}{'TFLOP/s':>10}{'peak MiB':>10}"]
     for mode, values in result["summary"].items():
         measured = measurements[mode]
-        hidden = values["hidden_fraction"] if on_gpus else None
-        exposed, rate = values["exposed_s"] if on_gpus else None, measured["forward_tflops"]
+        hidden = values["hidden_fraction"] if alone else None
+        exposed, rate = values["exposed_s"] if alone else None, measured["forward_tflops"]
         lines.append(f"{mode:<{width}}{values['median_s'] * 1e6:>12.1f}{values['speedup_over_none']:>9.3f}x"
                      f"{'-' if hidden is None else format(hidden, '.1%'):>9}"
                      f"{'-' if exposed is None else format(exposed * 1e6, '.1f'):>12}"
@@ -250,8 +251,9 @@ def table(result):
                  if mode == "sm-free" and transport == "collective"]
     lines += [f"note: {mode} fell back to the with-sm transport here" for mode in fallbacks]
     lines += [f"plan of {mode}: {plan}" for mode, plan in result["plans"].items() if plan is not None]
-    lines.append("hidden = (T_none - T_mode) / T_exchanges, an estimate; exposed = T_mode - T_comp-only of none"
-                 if on_gpus else "hidden and exposed mean nothing on CPU, where exchanges and GEMMs share the cores")
+    lines.append("hidden = (T_none - T_mode) / T_exchanges, an estimate; exposed = T_mode - T_comp-only of none" if alone
+                 else "these times mean nothing: ranks share a GPU" if on_gpus
+                 else "hidden and exposed mean nothing on CPU, where exchanges and GEMMs share the cores")
     return "\n".join(lines)
 
 

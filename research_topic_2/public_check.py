@@ -50,8 +50,10 @@ def main(arguments=None):
     if options.device == "cuda":
         import torch
 
+        from rankmixer.runtime import shares_gpus
+
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if count < 2:
+        if count < 2 and not (count and shares_gpus()):
             print(f"error: device='cuda': {count} GPU(s) found, two are needed; --device cpu runs the cases with gloo",
                   file=sys.stderr)
             return 2

@@ -133,7 +133,7 @@ def _stack(content: dict[str, Any]) -> str:
 
 
 def _gpu(device: str) -> str | None:
-    return next((name for name in machines.GPUS if re.search(rf"\b{name}\b", device)), None)
+    return next((name for name in machines.GPUS if re.match(rf"NVIDIA {name}\b", device)), None)
 
 
 def _link(path: Path) -> str:

@@ -258,8 +258,10 @@ def _free_port() -> int:
 
 def _gpus() -> int:
     import torch
+    from rankmixer.runtime import shares_gpus
 
-    usable = [count for count in (2, 3, 4, 6) if count <= torch.cuda.device_count()]  # L = T/P is whole
+    most = 3 if shares_gpus() and torch.cuda.is_available() else torch.cuda.device_count()
+    usable = [count for count in (2, 3, 4, 6) if count <= most]  # L = T/P is whole
     if not usable:
         raise SystemExit(f"--device cuda: {torch.cuda.device_count()} GPU(s) here; two are needed")
     return usable[-1]

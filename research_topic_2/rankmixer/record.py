@@ -10,17 +10,19 @@ from pathlib import Path
 
 import torch
 
+from rankmixer.runtime import shares_gpus
 from rankmixer.schema import SCHEMA_VERSION, percentile, read, slowest_rank, validate  # noqa: F401  used through here
 
 
 def environment(device):
-    """Versions, device and commit of this run."""
+    """Versions, device and commit of this run. The device of ranks that may share it begins with "shared"."""
     cuda = device.type == "cuda"
+    shared = "shared " * (cuda and shares_gpus())
     return {
         "python": platform.python_version(), "torch": torch.__version__, "cuda_build": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
         "triton": _version("triton"), "numpy": _version("numpy"),
-        "device": torch.cuda.get_device_name(device) if cuda else platform.machine() + " CPU",
+        "device": shared + torch.cuda.get_device_name(device) if cuda else platform.machine() + " CPU",
         "git_commit": _git_commit(),
     }
 

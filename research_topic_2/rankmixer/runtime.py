@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 
-TIMEOUT_VARIABLE = "A2A_TIMEOUT_S"
+TIMEOUT_VARIABLE, SHARE_VARIABLE = "A2A_TIMEOUT_S", "A2A_SHARE_GPUS"
+_SHARING_NCCL = (2, 30)  # from this version on ranks may share a GPU
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def choose_device(name):
     """Return this rank's device. ``name`` is "cuda", "cpu" or None (cuda where there is one).
 
     Raises:
-        ValueError: no CUDA device, or more local ranks than GPUs.
+        ValueError: no CUDA device, more local ranks than GPUs, or of `shares_gpus`.
     """
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "cpu" or (name is None and not available):
@@ -67,10 +68,26 @@ def choose_device(name):
     if not available:
         raise ValueError(f"device={name!r}: no CUDA device is available here, only 'cpu' is allowed")
     local_rank = environment_rank()[2]
-    if local_rank >= available:
-        raise ValueError(f"LOCAL_RANK={local_rank}: this host has {available} GPU(s); "
-                         f"at most one rank per GPU is allowed")
-    return torch.device("cuda", local_rank)
+    if local_rank >= available and not shares_gpus():
+        raise ValueError(f"LOCAL_RANK={local_rank}: this host has {available} GPU(s); at most one rank per GPU is "
+                         f"allowed, or any number with {SHARE_VARIABLE}=1, for checks alone")
+    return torch.device("cuda", local_rank % available)
+
+
+def shares_gpus():
+    """Whether ranks may share GPUs (``A2A_SHARE_GPUS=1``): what is checked counts then, what is timed does not.
+
+    Raises:
+        ValueError: the variable is neither 0 nor 1, or the NCCL that is loaded refuses ranks that share a GPU.
+    """
+    text = os.environ.get(SHARE_VARIABLE) or "0"
+    if text not in ("0", "1"):
+        raise ValueError(f"{SHARE_VARIABLE}={text!r}: allowed are 0 and 1")
+    found = torch.cuda.nccl.version() if text == "1" else _SHARING_NCCL
+    if found < _SHARING_NCCL:
+        raise ValueError(f"{SHARE_VARIABLE}=1: NCCL {'.'.join(map(str, found))} lets no ranks share a GPU, 2.30 and newer "
+                         f"do; LD_PRELOAD=/path/libnccl.so.2 puts one in its place")
+    return text == "1"
 
 
 def group_timeout():
@@ -95,7 +112,7 @@ def start_runtime(device):
     """Select the device and, under torchrun, initialise the process group (NCCL on CUDA, gloo on CPU).
 
     Raises:
-        ValueError: of `group_timeout`.
+        ValueError: of `group_timeout` and `shares_gpus`.
     """
     timeout = group_timeout()
     rank, world_size, _ = environment_rank()
@@ -104,6 +121,9 @@ def start_runtime(device):
     if "RANK" not in os.environ:
         return Runtime(rank, world_size, device, None)
     if device.type == "cuda":
+        if shares_gpus():
+            for name in ("NCCL_MULTI_RANK_GPU_ENABLE", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"):
+                os.environ.setdefault(name, "1")
         dist.init_process_group("nccl", device_id=device, timeout=timeout)
     else:
         dist.init_process_group("gloo", timeout=timeout)

@@ -269,7 +269,7 @@ AS_PLANNED = 0.75  # where it stands on the axis of chunks
 
 
 def _over_nvlink(record: Record) -> bool:
-    return link_of(record) == NVLINK and DEVICE in record.get("environment", "device")
+    return link_of(record) == NVLINK and record.get("environment", "device").startswith(DEVICE)
 
 
 def chunks_of(mode: str, plan: str | None = None) -> float | None:

@@ -18,7 +18,7 @@ from .citations import MEANINGS, Record, Results
 NVLINK, HOST_MEMORY, SHAPED = "NVLink", "host shared memory", "a shaped CPU link"
 SOCKETS, NODES_MEMORY = "sockets of two nodes on one host", "host shared memory of two nodes on one host"
 FORWARD, BACKWARD = "forward", "forward+backward"
-DEVICE, RANKS = "H200", 2
+DEVICE, RANKS = "NVIDIA H200", 2
 DEFAULT_SHAPE = (512, 64, 1280, 6)
 SHAPE = ("batch_size", "tokens", "dim", "k")
 _OTHER_MACHINES = ("cross", "hosts", "tcp")  # in the names of folders: CPU hosts that are emulated, other links
@@ -149,7 +149,7 @@ def _by_default(record: Record, besides: Iterable[str] = ()) -> bool:
     device = record.get("environment", "device") or ""
     ranks = record.get("world_size") or len(record.get("ranks") or ())
     overridden = {name for name, each in record.get("configuration").items() if each.get("overridden")}
-    return DEVICE in device and ranks == RANKS and overridden <= {*PROTOCOL, *besides}
+    return device.startswith(DEVICE) and ranks == RANKS and overridden <= {*PROTOCOL, *besides}
 
 
 def _sizes(record: Record) -> tuple:

@@ -88,6 +88,25 @@ def test_cuda_is_refused_where_there_is_none():
         choose_device("cuda")
 
 
+@pytest.mark.parametrize("share, nccl, device", [
+    (None, (2, 30), "at most one rank per GPU"), ("0", (2, 30), "at most one rank per GPU"), ("1", (2, 30), "cuda:1"),
+    ("1", (2, 28, 9), "NCCL 2.28.9 lets no ranks share"), ("yes", (2, 30), "allowed are 0 and 1"),
+])
+def test_ranks_share_gpus_where_that_is_asked_for_and_nccl_lets_them(share, nccl, device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: nccl)
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    monkeypatch.delenv("A2A_SHARE_GPUS", raising=False)
+    if share is not None:
+        monkeypatch.setenv("A2A_SHARE_GPUS", share)
+    if device == "cuda:1":
+        assert choose_device("cuda") == torch.device(device)
+    else:
+        with pytest.raises(ValueError, match=device):
+            choose_device("cuda")
+
+
 def test_help_never_calls_the_forward_check_a_tolerance():
     text = cli.build_parser().format_help().lower()
     assert "tolerance" not in text and "torch.equal" in text
@@ -175,18 +194,20 @@ def test_hidden_fraction_stays_negative_for_a_slower_mode():
     assert summary["kernel"]["exposed_s"] == 5.0
 
 
-@pytest.mark.parametrize("nccl, shown", [
-    ("2.21.5", "0.833x   -50.0%   5000000.0"), (None, "0.833x        -           -"),
+@pytest.mark.parametrize("nccl, device, shown, last", [
+    ("2.21.5", "NVIDIA H200", "0.833x   -50.0%   5000000.0", "hidden = "),
+    ("2.30.7", "shared NVIDIA H200", "0.833x        -           -", "these times mean nothing"),
+    (None, "x86_64 CPU", "0.833x        -           -", "hidden and exposed mean nothing on CPU"),
 ])
-def test_what_is_hidden_is_not_shown_on_cpu(nccl, shown):
+def test_what_is_hidden_is_not_shown_where_something_is_shared(nccl, device, shown, last):
     seconds = {"none": 10.0, "kernel": 12.0, "comp-only:none": 7.0, "exchanges": 4.0}
     measurements = {name: {"slowest_rank": {"p50_s": value}, "tokens_per_s": 1.0, "forward_tflops": None,
                            "peak_memory_bytes": [None]} for name, value in seconds.items()}
-    text = compare.table({"pass": "forward", "world_size": 2, "rounds": 1, "environment": {"nccl": nccl}, "failed": {},
+    text = compare.table({"pass": "forward", "world_size": 2, "rounds": 1, "environment": {"nccl": nccl, "device": device}, "failed": {},
                           "measurements": measurements, "summary": compare.summarize(measurements, ["none", "kernel"]),
                           "checks": {}, "transports": {}, "plans": {}})
     assert shown in next(line for line in text.splitlines() if line.startswith("kernel"))
-    assert text.splitlines()[-1].startswith("hidden = " if nccl else "hidden and exposed mean nothing on CPU")
+    assert text.splitlines()[-1].startswith(last)
 
 
 @pytest.mark.parametrize("modes", ["kernel", "none,none", "none,fast"])
