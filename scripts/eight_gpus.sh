@@ -13,6 +13,9 @@
 #   --dry-run   print the commands
 #   --cpu       the same steps on four gloo processes with a tiny shape, to see that each works (no traces)
 #
+# With A2A_SHARE_GPUS=1 (see research_topic_2/ENVIRONMENT.md) ranks share the GPUs that are there: the checks count, times do
+# not, and few calls are made.
+#
 # NVLink multicast stays off. $PYTHON (default python3) must hold torch, triton and numpy.
 set -uo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -52,6 +55,7 @@ source "$root/scripts/steps.sh"
 export PYTHON=$python PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1
 all=8 half=4 shape="" sizes="" common="--warmup 5 --num-tests 20 --rounds 4" long="--warmup 10 --num-tests 100"
+if [[ ${A2A_SHARE_GPUS:-} == 1 ]]; then common="--warmup 1 --num-tests 2 --rounds 1" long="--warmup 1 --num-tests 2"; fi
 if ((cpu)); then
   budget=${BUDGET:-7200} patience=10
   all=4 half=2 common="--warmup 1 --num-tests 4 --rounds 2" long="--warmup 1 --num-tests 4"
@@ -89,6 +93,7 @@ side_by_side() { # name of the compiled run on the first GPUs, of the eager one 
   local compiled=$1 eager=$2 limit=$3 first=0,1,2,3 second=4,5,6,7
   shift 3
   ((cpu)) && first="" second=""
+  [[ ${A2A_SHARE_GPUS:-} == 1 ]] && second=$first
   (export CUDA_VISIBLE_DEVICES=$first; compare "$compiled" "$limit" $half $modes $checked "$@") &
   (export CUDA_VISIBLE_DEVICES=$second; compare "$eager" "$limit" $half $modes --no-compile $checked "$@") || failed=1
   wait $! || failed=1

@@ -96,6 +96,8 @@ def test_the_simulated_table_is_made_when_no_time_is_left(tmp_path):
 
 def test_only_what_is_asked_for_runs():
     assert list(dry_run("eight_gpus.sh", "--only", "p8_comm2,p4")) == ["p8_comm2", "p4"]
+    shared = dry_run("eight_gpus.sh", "--only", "p8,assigned_none", A2A_SHARE_GPUS="1")
+    assert [int(words[words.index("--num-tests") + 1]) for _, words in shared.values()] == [2, 2]
     result = subprocess.run(["bash", SCRIPTS / "eight_gpus.sh", "OUT", "--all"], capture_output=True, text=True)
     assert result.returncode == 2 and "usage" in result.stderr
 
