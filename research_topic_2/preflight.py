@@ -18,6 +18,7 @@ import public_check
 from rankmixer import cluster
 from rankmixer.block import RankMixerBlock
 from rankmixer.checks import APPROX_LIMITS, frobenius_relative_error
+from rankmixer.runtime import nccl_version
 
 MINIMUM_DRIVER = (525, 60)  # the first branch whose minor-version compatibility covers CUDA 12.6
 SHAPE = {"batch": 4, "tokens": 16, "dim": 128, "k": 2}
@@ -104,7 +105,7 @@ def check_gpus(report):
     if not torch.cuda.is_available():
         report.check("cuda", False, f"no CUDA device (torch built for CUDA {torch.version.cuda})")
         return
-    report.check("cuda", True, f"build {torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
+    report.check("cuda", True, f"build {torch.version.cuda}, NCCL {'.'.join(map(str, nccl_version()))}")
     driver = driver_version()
     numbers = tuple(int(part) for part in driver.split(".")[:2]) if driver else ()
     report.check("driver", numbers >= MINIMUM_DRIVER, driver or "nvidia-smi gives no version")

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import torch
 
+from rankmixer.runtime import nccl_version
+
 CONNECT_S = 5
 MAX_SKEW_S = 2.0
 CAPABILITY = [9, 0]
@@ -76,7 +78,7 @@ def software():
         f"{folder}/{path.relative_to(root)}": hashlib.sha256(path.read_bytes()).hexdigest()[:12]
         for folder, root in roots.items() for path in sorted(root.rglob("*.py")) if ".venv" not in path.parts
     }
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None
+    nccl = ".".join(map(str, nccl_version())) if torch.cuda.is_available() else None
     versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda, "nccl": nccl,
                 **{name: _version(name) for name in ("triton", "numpy")}}
     return {"versions": versions, "sources": sources}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from rankmixer.runtime import shares_gpus
+from rankmixer.runtime import nccl_version, shares_gpus
 from rankmixer.schema import SCHEMA_VERSION, percentile, read, slowest_rank, validate  # noqa: F401  used through here
 
 
@@ -20,7 +20,7 @@ def environment(device):
     shared = "shared " * (cuda and shares_gpus())
     return {
         "python": platform.python_version(), "torch": torch.__version__, "cuda_build": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+        "nccl": ".".join(map(str, nccl_version())) if cuda else None,
         "triton": _version("triton"), "numpy": _version("numpy"),
         "device": shared + torch.cuda.get_device_name(device) if cuda else platform.machine() + " CPU",
         "git_commit": _git_commit(),

@@ -83,11 +83,21 @@ def shares_gpus():
     text = os.environ.get(SHARE_VARIABLE) or "0"
     if text not in ("0", "1"):
         raise ValueError(f"{SHARE_VARIABLE}={text!r}: allowed are 0 and 1")
-    found = torch.cuda.nccl.version() if text == "1" else _SHARING_NCCL
+    found = nccl_version() if text == "1" else _SHARING_NCCL
     if found < _SHARING_NCCL:
         raise ValueError(f"{SHARE_VARIABLE}=1: NCCL {'.'.join(map(str, found))} lets no ranks share a GPU, 2.30 and newer "
                          f"do; LD_PRELOAD=/path/libnccl.so.2 puts one in its place")
     return text == "1"
+
+
+def nccl_version():
+    """The version of the NCCL that is loaded, (major, minor, patch); `torch.cuda.nccl.version` is what torch was built with."""
+    code = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(code))
+    except (OSError, AttributeError):  # NCCL is a part of torch's own library
+        failed = True
+    return torch.cuda.nccl.version()[:3] if failed else (code.value // 10000, code.value // 100 % 100, code.value % 100)
 
 
 def group_timeout():

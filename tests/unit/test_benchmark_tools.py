@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "research_topic_2")
 import compare  # noqa: E402
 import preflight  # noqa: E402
 from rankmixer import checks, cli, options, plugins, precision, record  # noqa: E402
+from rankmixer import runtime  # noqa: E402
 from rankmixer.runtime import Runtime, choose_device  # noqa: E402
 from rankmixer.timing import Timer  # noqa: E402
 
@@ -95,7 +96,7 @@ def test_cuda_is_refused_where_there_is_none():
 def test_ranks_share_gpus_where_that_is_asked_for_and_nccl_lets_them(share, nccl, device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: nccl)
+    monkeypatch.setattr(runtime, "nccl_version", lambda: nccl)
     monkeypatch.setenv("LOCAL_RANK", "5")
     monkeypatch.delenv("A2A_SHARE_GPUS", raising=False)
     if share is not None:
@@ -105,6 +106,19 @@ def test_ranks_share_gpus_where_that_is_asked_for_and_nccl_lets_them(share, nccl
     else:
         with pytest.raises(ValueError, match=device):
             choose_device("cuda")
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_the_version_is_that_of_the_nccl_that_is_loaded(loaded, monkeypatch):
+    class Library:
+        @staticmethod
+        def ncclGetVersion(code):
+            code._obj.value = 23007
+            return 0
+
+    monkeypatch.setattr(runtime.ctypes, "CDLL", lambda name: Library if loaded else object())
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 21, 5, "suffix"))
+    assert runtime.nccl_version() == ((2, 30, 7) if loaded else (2, 21, 5))
 
 
 def test_help_never_calls_the_forward_check_a_tolerance():
