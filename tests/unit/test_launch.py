@@ -12,6 +12,7 @@ STREAM = 77
 @pytest.fixture(autouse=True)
 def stream(monkeypatch):
     monkeypatch.setattr(compat, "current_raw_stream", lambda: STREAM)
+    monkeypatch.setattr(compat, "TRITON_VERSION", "3.2.0")
 
 
 class Kernel:
