@@ -13,7 +13,7 @@
 | Inductor's silu                                  | x sigmoid(x)     | x / (1 + exp(-x))          |
 
 What reads internals that no version makes public is here too: `comptime_value`, `global_state`, `tensor_guards`,
-`is_registered`, `store_of`, `timeout_s`, `environment`, `is_intercepted`, `transform_in_use`,
+`is_registered`, `store_of`, `timeout_s`, `environment`, `is_intercepted`, `concerns_dynamo`, `transform_in_use`,
 `forget_compiled`, `compiles_no_more`, `launcher_of`.
 """
 
@@ -29,6 +29,7 @@ import torch
 from torch._functorch.aot_autograd import get_aot_graph_name
 from torch._inductor import custom_graph_pass
 from torch._inductor.dependencies import WeakDep
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _dispatch_modes
 
 CustomGraphPass = custom_graph_pass.CustomGraphPass
 CustomSchedulerPass = getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraphPass)
@@ -145,8 +146,18 @@ def current_raw_stream() -> int:
 
 
 def is_intercepted() -> bool:
-    """Whether modes see the operators that are called now, and Dynamo therefore decides what to do."""
+    """Whether modes see the operators that are called now."""
     return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
+
+
+def concerns_dynamo() -> bool:
+    """Whether one of these modes is for Dynamo to decide about: one that sees functions, or PyTorch's own (fake tensors, say).
+
+    Beside any other dispatch mode (a counter of operations, say) newer versions compile nothing, and run nothing compiled.
+    """
+    if torch._C._len_torch_function_stack():
+        return True
+    return bool(torch._C._len_torch_dispatch_stack()) and any(mode.is_infra_mode() for mode in _dispatch_modes())
 
 
 def transform_in_use() -> str | None:

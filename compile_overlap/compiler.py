@@ -79,7 +79,7 @@ class CompiledLayer:
 
     def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
         direct = self.direct
-        if direct is not None and direct.state.check() and not compat.is_intercepted():
+        if direct is not None and direct.state.check() and not compat.concerns_dynamo():
             return direct.run(*tensors)
         return self._call(tensors)
 

@@ -5,6 +5,7 @@ import torch
 from archive_double import ArchiveFFN
 from gradients import outputs_and_gradients, unequal
 from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import compile_overlap
 from compile_overlap import compiler
@@ -66,7 +67,17 @@ def test_a_changed_global_state_goes_through_dynamo(layer):
     assert through_dynamo == [1]
 
 
-def test_a_mode_that_sees_operators_goes_through_dynamo(layer):
+@pytest.mark.parametrize("trains", [True, False])
+def test_beside_a_counter_of_operations_it_runs_as_before(layer, trains):
+    ffn, x, through_dynamo = layer
+    with torch.set_grad_enabled(trains):
+        ffn(x, overlap="kernel")
+        with FlopCounterMode(display=False) as counter:
+            counted = ffn(x, overlap="kernel")
+    assert torch.equal(counted, ffn(x)) and counter.get_total_flops() and through_dynamo == []
+
+
+def test_a_mode_that_sees_functions_goes_through_dynamo(layer):
     ffn, x, through_dynamo = layer
     with _SeesFunctions():
         ffn(x, overlap="kernel")
