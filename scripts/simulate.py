@@ -268,13 +268,14 @@ def _run(options: argparse.Namespace) -> int:
 
 
 _COUNTS = ("ranks", "gpus_per_host", "batch_size", "tokens", "dim", "k", "comm_scale", "compute_scale", "chunks")
+_MOST = 1 << 20  # of each: their products stay within what floating point holds
 
 
 def _question(options: argparse.Namespace) -> Question:
-    """Raises ValueError where a count is less than 1, or there is nothing to exchange."""
+    """Raises ValueError where a count is not between 1 and `_MOST`, or there is nothing to exchange."""
     for name in _COUNTS:
         value = getattr(options, name)
-        require(value is None or value >= 1, name, value, "at least 1")
+        require(value is None or 1 <= value <= _MOST, name, value, f"from 1 to {_MOST}")
     require(options.ranks >= 2, "ranks", options.ranks, "at least 2, one rank has nothing to exchange")
     workload = options.batch_size, options.tokens, options.dim, options.k
     return Question(options.machine, options.ranks, options.gpus_per_host, options.link, options.cards, options.stack,

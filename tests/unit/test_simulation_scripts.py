@@ -147,9 +147,9 @@ def test_the_command_writes_the_same_bytes_twice(monkeypatch, capsys, tmp_path, 
 
 
 @pytest.mark.parametrize("arguments, message", [
-    *((f"--{name} {value}", f"{name.replace('-', '_')} = {value}: must be at least 1") for name in (
+    *((f"--{name} {value}", f"{name.replace('-', '_')} = {value}: must be from 1 to 1048576") for name in (
         "ranks", "gpus-per-host", "batch-size", "tokens", "dim", "k", "comm-scale", "compute-scale", "chunks")
-      for value in (0, -5)),
+      for value in (0, -5, 10**400)),
     ("--ranks 1", "ranks = 1: must be at least 2"), ("--ranks 3", "must be a multiple of --ranks 3"),
     ("--gpus-per-host 3", "must be a multiple of its 3 hosts"),
     ("--transport peers --link", "peers"), ("--ranks 0 --modes", "ranks = 0"),
