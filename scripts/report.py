@@ -43,7 +43,10 @@ from compile_overlap.measure.records import call_from_record  # noqa: E402
 
 
 def build(reports: Path, figures: Path) -> tuple[str, Results]:
-    """The report of the records and texts below ``reports`` as Markdown, and what it cites; plots go to ``figures``."""
+    """The report of the records and texts below ``reports`` as Markdown, and what it cites; plots go to ``figures``.
+
+    Raises ValueError, which names the section and the record, where a value is not of a kind that can be printed.
+    """
     results = Results(reports / "results")
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
@@ -62,7 +65,11 @@ def build(reports: Path, figures: Path) -> tuple[str, Results]:
     sections = []
     for path in sorted((reports / "text").glob("*.md")):
         results.place = path.stem
-        text = environment.from_string(path.read_text("utf-8")).render(known).strip()
+        try:
+            text = environment.from_string(path.read_text("utf-8")).render(known).strip()
+        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+            what = f"{path}: cannot be written ({type(error).__name__}: {error})"
+            raise ValueError(f"{what}; the last record read is {results.read}") from error
         sources = results.sources(path.stem)
         sections.append(text + (f"\n\n{source_line(sources, 'In the text')}" if sources else ""))
     return "\n\n".join(sections) + "\n", results

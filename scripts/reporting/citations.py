@@ -90,6 +90,7 @@ class Results:
         ages: {commit: its place in history} of the records' commits, from commits.json; empty where there is none.
         citations: in the order of printing.
         place: where the next number stands: a section, or a section's table or figure.
+        read: the file that a value was last read from.
     """
 
     def __init__(self, folder: Path):
@@ -104,10 +105,11 @@ class Results:
         commits = folder.parent / "commits.json"
         self.ages = {commit: place for place, commit in enumerate(content_of(commits))} if commits.exists() else {}
         self.citations: list[Citation] = []
-        self.place = ""
+        self.place = self.read = ""
 
     def at(self, file: str, path: tuple) -> Any:
         """The value at a path of keys and indices, or None where the record has none."""
+        self.read = file
         value = self.contents.get(file)
         for key in path:
             try:

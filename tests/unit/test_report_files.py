@@ -33,6 +33,17 @@ def test_a_record_that_is_cut_off_is_named(tmp_path):
         report.build(tmp_path / "reports", tmp_path / "figures")
 
 
+def test_a_value_that_cannot_be_printed_is_named(tmp_path):
+    folder = tmp_path / "reports"
+    shutil.copytree(REPORTS, folder)
+    file = folder / OVERLAP
+    content = json.loads(file.read_text())
+    content["measurements"]["kernel"]["tokens_per_s"] = "many"
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=rf"reports/text/.*md: cannot be written \(TypeError.*{OVERLAP}"):
+        report.build(folder, tmp_path / "figures")
+
+
 @pytest.mark.parametrize(
     "name, change",
     [
