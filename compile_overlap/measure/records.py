@@ -8,6 +8,8 @@ from typing import Any
 from .events import KINDS, Event, kind_of
 from .kineto import Call
 
+LONGEST_US = 1e9  # no call takes as long as a quarter of an hour
+
 
 def call_to_record(call: Call) -> dict[str, Any]:
     """{"kernels": the events in order, "dependencies": see `Call`}."""
@@ -25,6 +27,9 @@ def call_from_record(record: dict[str, Any]) -> Call:
     events = tuple(_from_json(index, kernel) for index, kernel in enumerate(kernels))
     if any(later.begin < earlier.begin for earlier, later in zip(events, events[1:])):
         raise ValueError("kernels: must be in the order of their begin")
+    end = max(event.end for event in events)
+    if not 0 < end <= LONGEST_US:
+        raise ValueError(f"kernels: end after {end:g} us; must end after 0 and within {LONGEST_US:g}")
     return Call(events, 0.0, _dependencies(record.get("dependencies"), len(events)))
 
 

@@ -21,6 +21,10 @@ OVERLAP = "results/h200x2-torch-2.11.0-shm/overlap.json"
 TRACE = "results/h200x2-torch-2.11.0-shm/traces/kernel.trace.json"
 
 
+def _one_kernel(begin, duration):
+    return {"kernels": [{"name": "gemm", "begin_us": begin, "duration_us": duration}], "dependencies": None}
+
+
 def test_a_record_that_is_cut_off_is_named(tmp_path):
     shutil.copytree(REPORTS, tmp_path / "reports")
     file = tmp_path / "reports" / OVERLAP
@@ -99,6 +103,8 @@ def test_what_no_report_can_be_made_from_is_named(problem, change, monkeypatch, 
         ("is no record (ranks field span_us", lambda content, text: text.replace('"span_us": ', '"span_us": null, "span": ')),
         ("is no record (configuration.seed", lambda content, text: json.dumps({**content, "configuration": {"seed": 1}})),
         ("is no trace (kernels[0]", lambda content, text: json.dumps({**content, "kernels": [{"name": "gemm"}]})),
+        ("is no trace (kernels: end after 0 us", lambda content, text: json.dumps({**content, **_one_kernel(0, 0)})),
+        ("is no trace (kernels: end after 3e+09", lambda content, text: json.dumps({**content, **_one_kernel(1e9, 2e9)})),
     ],
 )
 def test_a_trace_that_is_none_is_refused_by_name(name, change, tmp_path):
