@@ -69,15 +69,15 @@ def _answer(
     ffn: Any, inputs: torch.Tensor, comp_only: bool
 ) -> tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]:
     """What answers `forward_ffn` of an eager caller, and the tensors that it takes."""
-    transform = compat.transform_in_use()
-    known = None if transform else calls.known_layer(ffn, inputs, comp_only)
+    around = compat.transform_in_use() or compat.selection_in_use()
+    known = None if around else calls.known_layer(ffn, inputs, comp_only)
     if known is not None:
         layer, parameters = known
         return layer, (inputs.contiguous(), *parameters)
     _enter(ffn)
     layout = check_call(ffn, inputs)
     settings = Settings.from_environment()
-    layer, reason = None, transform or plan.unsupported(ffn, inputs) or plan.decomposed(layout, inputs)
+    layer, reason = None, around or plan.unsupported(ffn, inputs) or plan.decomposed(layout, inputs)
     with _deciding(ffn.ep_group, layout.P):
         agree_on_call(ffn.ep_group, layout, inputs.dtype, reason)
         if reason is None:

@@ -14,7 +14,7 @@
 
 What reads internals that no version makes public is here too: `comptime_value`, `global_state`, `tensor_guards`,
 `is_registered`, `store_of`, `timeout_s`, `environment`, `is_intercepted`, `concerns_dynamo`, `transform_in_use`,
-`forget_compiled`, `compiles_no_more`, `launcher_of`.
+`selection_in_use`, `forget_compiled`, `compiles_no_more`, `launcher_of`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch._functorch.aot_autograd import get_aot_graph_name
 from torch._inductor import custom_graph_pass
 from torch._inductor.dependencies import WeakDep
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _dispatch_modes
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 CustomGraphPass = custom_graph_pass.CustomGraphPass
 CustomSchedulerPass = getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraphPass)
@@ -166,6 +167,14 @@ def transform_in_use() -> str | None:
         return "a transform of torch.func is in use"
     if torch.autograd.forward_ad._current_level >= 0:
         return "forward-mode differentiation is in use"
+    return None
+
+
+def selection_in_use() -> str | None:
+    """What selects the operators whose results a checkpoint keeps: it means those of the reference; or None."""
+    selecting = _CachingTorchDispatchMode, _CachedTorchDispatchMode
+    if torch._C._len_torch_dispatch_stack() and any(isinstance(mode, selecting) for mode in _dispatch_modes()):
+        return "selective activation checkpointing is in use"
     return None
 
 

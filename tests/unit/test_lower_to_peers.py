@@ -80,6 +80,19 @@ def test_a_layer_that_is_one_call_is_called_without_the_code_around_it(monkeypat
     assert [each is not None for each in found] == [by_itself]
 
 
+def test_a_layer_of_which_only_the_last_bias_trains_is_more_than_one_call(monkeypatch):
+    """Its forward saves nothing: the graph is one call, and its output needs the gradient all the same."""
+
+    def program(layer):
+        ffn = layer()
+        for name, parameter in ffn.named_parameters():
+            parameter.requires_grad_(name == "bout")
+        assert _call(ffn, _input().detach()).requires_grad and _call(ffn, _input().detach()).requires_grad
+
+    log = _run(monkeypatch, program, **{**PEERS, "A2A_FFN_RECIPE": "eager_exact", "A2A_FFN_CHUNKS": "1"})
+    assert [matches for name, matches in log if name == "one-call"] == [1]
+
+
 def _one_call():
     """(arguments, results) of a call of the operator, the layer's tensors, its outputs."""
     inputs, w1, wout, results = torch.ones(2, 4, 3), torch.ones(2, 3, 8), torch.ones(2, 4, 3), torch.ones(2, 2, 2, 3)
@@ -122,6 +135,11 @@ def test_it_is_not_where_it_returns_something_else(outputs):
     assert peer_layer.alone([call], tensors, outputs(output)) is None
     with torch.autocast("cpu"):
         assert peer_layer.alone([call], tensors, (output,)) is None
+
+
+def test_it_is_not_where_it_trains():
+    call, tensors, (output,) = _one_call()
+    assert peer_layer.alone([call], tensors, (output.requires_grad_(),)) is None
 
 
 @pytest.mark.parametrize("chunks", ["1", "2"])

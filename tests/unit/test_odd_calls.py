@@ -1,5 +1,6 @@
 """Calls that the compiled layer cannot answer go to the reference, then and only then."""
 
+import functools
 import threading
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from archive_double import ArchiveFFN
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import compile_overlap
 
@@ -43,6 +45,26 @@ def test_a_transform_is_answered_by_the_reference_and_the_layer_goes_on(monkeypa
         dual = forward_ad.make_dual(x, torch.ones_like(x))
         tangents = [forward_ad.unpack_dual(call(dual)).tangent for call in (lambda t: _kernel(ffn, t), ffn)]
     assert torch.equal(*tangents)
+    assert _answered_by_the_layer(monkeypatch, ffn, x)
+
+
+def test_operators_that_a_checkpoint_selects_are_the_reference_s(monkeypatch, ffn):
+    """Compiled code writes to results that it returned before: a checkpoint that kept them would raise."""
+    x = torch.randn(2, 4, 16, requires_grad=True)
+    _kernel(ffn, x).sum().backward()
+    expected = torch.autograd.grad(ffn(x).sum(), x)
+    seen = []
+
+    def run(t):
+        return checkpoint(functools.partial(_kernel, ffn), t, use_reentrant=False, context_fn=context)
+
+    def policy(_, operator, *args, **kwargs):
+        seen.append(operator)
+        return CheckpointPolicy.MUST_SAVE
+
+    context = functools.partial(create_selective_checkpoint_contexts, policy)
+    assert torch.equal(*expected, *torch.autograd.grad(run(x).sum(), x))
+    assert torch.ops.aten.bmm.default in seen and torch.ops.aten.bmm.out not in seen
     assert _answered_by_the_layer(monkeypatch, ffn, x)
 
 
