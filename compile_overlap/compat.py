@@ -14,7 +14,7 @@
 
 What reads internals that no version makes public is here too: `comptime_value`, `global_state`, `tensor_guards`,
 `is_registered`, `store_of`, `timeout_s`, `environment`, `is_intercepted`, `concerns_dynamo`, `transform_in_use`,
-`selection_in_use`, `forget_compiled`, `compiles_no_more`, `launcher_of`.
+`selection_in_use`, `reinterpreted`, `forget_compiled`, `compiles_no_more`, `launcher_of`.
 """
 
 from __future__ import annotations
@@ -144,6 +144,10 @@ def launcher_of(compiled: Any, grid: tuple[int, int, int]) -> Callable[..., None
 def current_raw_stream() -> int:
     """The handle of the current CUDA stream of the current device, as a driver's launch takes it."""
     return torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+
+
+# (tensor, size, stride, offset): its memory as another tensor, no view of it, as compiled code returns it.
+reinterpreted = torch._C._dynamo.guards._reinterpret_tensor
 
 
 def is_intercepted() -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Callable, Iterator
 
 import torch
 
-from . import peers  # noqa: F401  with the next two, the operators in `direct`
+from . import compat, peers  # noqa: F401  with the next two, the operators in `direct`
 from .kernels import chunk_gemm_triton, inductor_gated_norm  # noqa: F401
 from .operators import direct, fake_of, operator
 from .recipes import exact  # noqa: F401
@@ -91,12 +91,14 @@ def alone(
     if not (all(map(_is_same, read, wanted)) and _is_same(results.flatten(), outputs[0].flatten())):
         return None
     shape, call = source.shape, direct.peer_layer
+    size, stride = outputs[0].size(), outputs[0].stride()
 
     def layer(inputs, w1, b1, wout, bout, *norms):
         if inputs.is_cuda and inputs.get_device() != torch.cuda.current_device():
             with torch.cuda.device(inputs.device):
                 return layer(inputs, w1, b1, wout, bout, *norms)
-        return call(inputs.view(shape), w1, b1, *norms, *epsilons, wout, bout, *rest).view(inputs.shape)
+        results = call(inputs.view(shape), w1, b1, *norms, *epsilons, wout, bout, *rest)
+        return compat.reinterpreted(results, size, stride, 0)
 
     return layer
 

@@ -189,6 +189,7 @@ def own_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
+@torch.inference_mode(False)  # made in a call under inference mode, they are written to in others
 def make_room(group: Any, P: int, nbytes: int, device: torch.device, per_host: int | None = None) -> str | None:
     """Make sure that the group has buffers of `nbytes`; all its P ranks call this alike. Returns why it cannot, or None.
 

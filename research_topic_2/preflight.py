@@ -149,7 +149,8 @@ def main(arguments=None):
     if target == "cpu":
         for dtype in (torch.float32, torch.bfloat16):
             check_block(report, dtype)
-        print("This covers local compute only: exchanges, overlap, CUDA timing and cross-node runs need GPUs.")
+        print("This covers local compute only. Exchanges run on CPU by two gloo processes (ENVIRONMENT.md); overlap, CUDA "
+              "timing and cross-node runs need GPUs.")
     else:
         check_gpus(report)
         if not report.failed:

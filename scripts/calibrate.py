@@ -115,10 +115,10 @@ def _is_of(content: Any, *kinds: str) -> bool:
 def _obstacle(content: dict[str, Any]) -> str | None:
     """Why a record's modes are not simulated, or None."""
     option, environment = _options(content), content["environment"]
-    if _stack(content) not in machines.STACKS:
-        return f"no model of {_stack(content)}"
     if _gpu(environment["device"]) is None:
         return f"no model of {environment['device']}"
+    if _stack(content) not in machines.STACKS:
+        return f"no model of {_stack(content)}"
     unknown = [name for name in ("large_block", "cuda_graph") if option.get(name)]
     return f"no model of {unknown[0]}" if unknown else None
 
@@ -301,10 +301,10 @@ def predict(folder: Path) -> str:
     for path in sorted(folder.glob("*.json")):
         try:
             content = schema.read_json(path)
-            if not _is_of(content, "comparison", "full", "comp-only"):
-                continue
-            reason = _obstacle(record.validate(content))
-            points += [] if reason else judge(_configuration(content, path), FITTED)
+            reason = "it holds no times of modes"
+            if _is_of(content, "comparison", "full", "comp-only"):
+                reason = _obstacle(record.validate(content))
+                points += [] if reason else judge(_configuration(content, path), FITTED)
         except ValueError as error:
             reason = schema.shortened(error)
         except (ArithmeticError, AttributeError, LookupError, TypeError) as error:

@@ -56,8 +56,9 @@ def run_checks(workload, overlap):
     outcome = {"ran": True, "mode": options.check_correctness, "rows": rows, "forward": "torch.equal"}
     problem = check_forward(workload, overlap, rows)
     agree_or_raise(runtime, problem)
+    covered = "the full batch" if rows == options.batch_size else "this does not cover the full batch"
     runtime.print(f"check: forward of {overlap} equals none (torch.equal) on min(B,{CHECK_ROWS}) = {rows} rows "
-                  f"per rank; this does not cover the full batch")
+                  f"per rank; {covered}")
     if options.backward:
         problem, outcome["gradients"] = check_backward(workload, overlap, rows)
         _print_gradients(runtime, outcome["gradients"])

@@ -35,7 +35,8 @@ def main(arguments=None):
     parser = build_parser()
     options = parser.parse_args(arguments)
     if options.list_backends:
-        print(backends.describe_backends())
+        if environment_rank()[0] == 0:
+            print(backends.describe_backends())
         return 0
 
     def prepare_run():
