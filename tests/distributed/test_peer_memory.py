@@ -34,8 +34,7 @@ def _calls(rank, ranks, hosts, folder):
     ]  # fmt: skip
     for call, (batch, sizes, keep, head) in enumerate(cases):
         tokens = sum(sizes)
-        with torch.inference_mode():
-            assert rooms.make_room(None, ranks, batch * ranks * tokens * WIDTH * 2, cpu) is None
+        assert rooms.make_room(None, ranks, batch * ranks * tokens * WIDTH * 2, cpu) is None
 
         def draw(seed, *shape, call=call):
             return torch.randn(shape, generator=torch.Generator().manual_seed(100 * call + seed)).half()
@@ -76,7 +75,9 @@ def _give_up(rank, ranks, taken, alias):
     from compile_overlap.kernels import gemm_combine
 
     batch, chunks = 2, ((0, 1), (1, 3))
-    assert rooms.make_room(None, ranks, batch * ranks * 4 * WIDTH * 2, torch.device("cpu")) is None
+    with torch.inference_mode():
+        assert rooms.make_room(None, ranks, batch * ranks * 4 * WIDTH * 2, torch.device("cpu")) is None
+    assert not rooms.room(alias).inbox_addresses.is_inference()  # later calls could not write to its tensors
     source, part = torch.full((batch, ranks, 4, WIDTH), 7.0).half(), torch.ones(4, WIDTH, WIDTH).half()
     at_once = (1, 0)
     puts = [peers.peer_put(source, index, *which, ranks, at_once[index], alias) for index, which in enumerate(chunks)]
