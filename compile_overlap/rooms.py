@@ -87,14 +87,16 @@ class Room:
         self.sent: dict[int, torch.cuda.Event] = {}
         self.under_way: set[int] = set()  # chunks put with a signal, which nothing has waited for
         self.stream: int | None = None  # of the last call, its handle
+        self.followed: torch.cuda.Stream | None = None  # of the same call; no `ExternalStream`, which 0 makes a new one
 
     def follow(self) -> None:
         """A call begins on the current stream: behind all that the stream of the call before has been given."""
         stream = compat.current_raw_stream()
         if stream != self.stream:
-            if self.stream is not None:
-                torch.cuda.ExternalStream(stream).wait_stream(torch.cuda.ExternalStream(self.stream))
-            self.stream = stream
+            current = torch.cuda.current_stream()
+            if self.followed is not None:
+                current.wait_stream(self.followed)
+            self.stream, self.followed = stream, current
 
     def _addresses(self, by_rank: dict[int, int]) -> torch.Tensor:
         """An address for each rank of the group, on the device; 0 where there is none."""

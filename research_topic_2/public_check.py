@@ -53,9 +53,13 @@ def main(arguments=None):
         from rankmixer.runtime import shares_gpus
 
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if count < 2 and not (count and shares_gpus()):
-            print(f"error: device='cuda': {count} GPU(s) found, two are needed; --device cpu runs the cases with gloo",
-                  file=sys.stderr)
+        problem = f"device='cuda': {count} GPU(s) found, two are needed; --device cpu runs the cases with gloo"
+        try:
+            enough = count > 1 or count and shares_gpus()
+        except ValueError as error:
+            enough, problem = False, error
+        if not enough:
+            print(f"error: {problem}", file=sys.stderr)
             return 2
     failed = run_cases(options.device, options.json)
     print(f"public check: {'FAIL: ' + ', '.join(failed) if failed else 'PASS'} ({len(CASES)} cases)")

@@ -260,7 +260,7 @@ def _gpus() -> int:
     import torch
     from rankmixer.runtime import shares_gpus
 
-    most = 3 if shares_gpus() and torch.cuda.is_available() else torch.cuda.device_count()
+    most = 3 if torch.cuda.is_available() and shares_gpus() else torch.cuda.device_count()
     usable = [count for count in (2, 3, 4, 6) if count <= most]  # L = T/P is whole
     if not usable:
         raise SystemExit(f"--device cuda: {torch.cuda.device_count()} GPU(s) here; two are needed")

@@ -66,10 +66,10 @@ def test_a_call_on_another_stream_follows_what_the_last_one_was_given(monkeypatc
         def wait_stream(self, other):
             waits.append((self.handle, other.handle))
 
-    monkeypatch.setattr(torch.cuda, "ExternalStream", Stream)
     room = rooms.Room.__new__(rooms.Room)
-    room.stream = None
+    room.stream = room.followed = None
     for stream in (0, 0, 7, 7, 0):  # 0: the default stream
         monkeypatch.setattr(compat, "current_raw_stream", lambda stream=stream: stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda stream=stream: Stream(stream))
         room.follow()
     assert waits == [(7, 0), (0, 7)]
