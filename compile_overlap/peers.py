@@ -116,6 +116,7 @@ def _send(here: Room, source: torch.Tensor, chunk: int, first: int, length: int,
 
 
 @functools.lru_cache(maxsize=None)
+@torch.inference_mode(False)
 def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """What an operator returns that only later ones depend on."""
     return torch.empty(0, dtype=dtype, device=device)
