@@ -106,8 +106,9 @@ class Room:
         """A contiguous part of `inbox`, `results` or `outbox`, that begins at element `begin`."""
         key = buffer, dtype, begin, shape
         if key not in self._parts:
-            flat = getattr(self, buffer).view(dtype)
-            self._parts[key] = flat[begin : begin + math.prod(shape)].view(shape)
+            with torch.inference_mode(False):  # as `make_room`
+                flat = getattr(self, buffer).view(dtype)
+                self._parts[key] = flat[begin : begin + math.prod(shape)].view(shape)
         return self._parts[key]
 
     @functools.cached_property

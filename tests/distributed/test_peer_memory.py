@@ -77,7 +77,9 @@ def _give_up(rank, ranks, taken, alias):
     batch, chunks = 2, ((0, 1), (1, 3))
     with torch.inference_mode():
         assert rooms.make_room(None, ranks, batch * ranks * 4 * WIDTH * 2, torch.device("cpu")) is None
-    assert not rooms.room(alias).inbox_addresses.is_inference()  # later calls could not write to its tensors
+        room = rooms.room(alias)
+        part = room.part("inbox", torch.half, 0, (1,))
+    assert not (room.inbox_addresses.is_inference() or part.is_inference())  # later calls could not write to them
     source, part = torch.full((batch, ranks, 4, WIDTH), 7.0).half(), torch.ones(4, WIDTH, WIDTH).half()
     at_once = (1, 0)
     puts = [peers.peer_put(source, index, *which, ranks, at_once[index], alias) for index, which in enumerate(chunks)]
