@@ -82,7 +82,9 @@ def alone(
     It is no more where the operator read the layer's own tensors and the layer's output is what the operator returned: there
     is nothing else that it could have computed from. A layer that trains is more, however little of it: its backward.
     """
-    if outputs[0].requires_grad or len(calls) != 1 or len(outputs) != 1 or any(map(torch.is_autocast_enabled, ("cuda", "cpu"))):
+    if len(calls) != 1 or len(outputs) != 1 or any(map(torch.is_autocast_enabled, ("cuda", "cpu"))):
+        return None
+    if outputs[0].requires_grad:
         return None
     (source, *parameters), results = calls[0]
     inputs, w1, b1, wout, bout, *norms = tensors

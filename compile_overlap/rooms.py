@@ -87,7 +87,7 @@ class Room:
         self.sent: dict[int, torch.cuda.Event] = {}
         self.under_way: set[int] = set()  # chunks put with a signal, which nothing has waited for
         self.stream: int | None = None  # of the last call, its handle
-        self.followed: torch.cuda.Stream | None = None  # it: `ExternalStream` of handle 0 is another
+        self.followed: torch.cuda.Stream | None = None  # that stream: `ExternalStream(0)` is not the default one
 
     def follow(self) -> None:
         """A call begins on the current stream: behind all that the stream of the call before has been given."""

@@ -330,3 +330,13 @@ def test_help_and_mistakes_are_said_once(monkeypatch, capsys, rank, said):
             cli.build_parser().parse_args(arguments)
         printed = capsys.readouterr()
         assert ended.value.code == status and bool(printed.out + printed.err) == said
+
+
+def test_public_check_says_why_one_gpu_is_not_shared(monkeypatch, capsys):
+    import public_check
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("A2A_SHARE_GPUS", "yes")
+    assert public_check.main([]) == 2
+    assert capsys.readouterr().err == "error: A2A_SHARE_GPUS='yes': allowed are 0 and 1\n"
